@@ -184,7 +184,7 @@ def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
         refuse(f"the engine refuses this server: {error}", json=json)
     except engine_query.CannotAsk as error:
         refuse(f"the engine cannot be asked without a GPU: {error}", json=json)
-    except ValueError as error:  # no config.json, arguments or variables
+    except ValueError as error:  # no config.json, or a wrong argument or variable
         refuse(str(error), json=json)
     if json:
         typer.echo(json_module.dumps(report, indent=2))
@@ -309,7 +309,7 @@ def main(app: typer.Typer = app) -> None:
     """Run the command line. If an unforeseen exception occurs, exit with 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end the command
+            stream.reconfigure(errors="replace")  # a character that the terminal cannot show must not end the command
     try:
         app()
     except Exception:  # Python would exit with 1, which means an unsupported change or a worse server

@@ -50,9 +50,9 @@ def register() -> None:
 
     The engine calls this function through the entry point ``sglang.srt.plugins``.
 
-    :raises SystemExit: a variable of this package has an invalid value, such as the misspelt name of a change. The
-        same is raised if an exception occurs and ``SGLANG_MOE_PATCHES_STRICT=1``. A ``SystemExit`` ends the start. The
-        engine would only log an ``Exception``, and the server would start without the change.
+    :raises SystemExit: a variable of this package has an invalid value, such as the misspelt name of a change, or
+        another error occurs and ``SGLANG_MOE_PATCHES_STRICT=1``. A ``SystemExit`` ends the server's start. After an
+        ``Exception``, the engine would start the server without the changes.
     """
     try:
         patch.check_environment(CHANGES)

@@ -166,8 +166,8 @@ def _construct_layer(
 
     :param original: the engine's constructor.
     :param disable_inplace: function that switches ``inplace`` off in the configuration of the routed experts' runner.
-    :param is_native: function that returns whether the engine itself runs the shared experts after given routed
-        experts.
+    :param is_native: function that receives the routed experts of a layer, and returns whether the engine itself runs
+        the layer's shared experts after them.
     """
     original(self, *args, **kwargs)
     with best_effort(f"the order of experts in {type(self).__name__}"):

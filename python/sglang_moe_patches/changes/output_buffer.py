@@ -1,13 +1,13 @@
 """output-buffer: the routed experts write their output into the layer's dead input instead of a new tensor.
 
 Why
-    Each MoE layer allocates a tensor [tokens, hidden] for its output. At that time no code reads the layer's input any
-    more, which has the same size, but references keep it allocated. The same holds for the query and KV latents of
-    DeepSeek's attention, which are smaller.
+    Each MoE layer allocates a tensor [tokens, hidden] for its output. The decoder layer's input has the same size. No
+    code reads this input any more, but references keep it allocated. DeepSeek's attention has smaller inputs, the query
+    and KV latents, which stay allocated in the same way.
 
 Hook points
-    * ``_initialize_model``: in each model that it returns, ``forward`` of the known decoder layers is wrapped, so that
-      the layers offer their input.
+    * ``_initialize_model``: in each model that it returns, ``forward`` of the decoder layers with a dead input is
+      wrapped, so that these layers offer their input.
     * Releases without an output buffer of their own: ``fused_experts_none_to_flashinfer_trtllm_fp4`` takes the offered
       input, ``FusedMoE.__init__`` switches ``inplace`` off, and ``DeepseekV2AttentionMLA.forward`` frees attention's
       inputs.
@@ -22,14 +22,14 @@ Costs
     One comparison of storages in each layer.
 
 How
-    A decoder layer offers its input when the input is dead (:mod:`sglang_moe_patches.core.dead_input` has the families
-    of models and the conditions). The NVFP4 TRT-LLM runner writes its output into the offered memory instead of a new
-    tensor, if the memory fits. The CuteDSL runner does the same through cutedsl-sizing. The inputs of DeepSeek's
-    attention are dropped when ``self_attn`` returns.
+    A decoder layer offers its input when the input is dead (:mod:`sglang_moe_patches.core.dead_input` explains when it
+    is). The NVFP4 TRT-LLM runner writes its output into the offered memory instead of a new tensor, if the memory fits.
+    The CuteDSL runner does the same through cutedsl-sizing. The inputs of DeepSeek's attention are dropped when
+    ``self_attn`` returns.
 
     Releases with an output buffer of their own have a fault: they offer the input of every DeepSeek MoE layer. If a
-    layer starts without a residual, its input *becomes* the residual, so every answer is wrong. This change withholds
-    the engine's own offers, and passes other offers to the runners in the engine's way.
+    layer starts without a residual, its input *becomes* the residual, so every answer is wrong. This change disables
+    the engine's own offers. It offers dead inputs to the runners through the engine's channel instead.
 
 Upstream
     From 0.5.13 on the engine has an output buffer for DeepSeek-architecture models (sgl-project/sglang#25379), with the

@@ -24,14 +24,15 @@ _ROUTES = "_moe_patches_routes"
 
 Route = Callable[[Any, Any, dict[str, Any]], Callable[..., Any] | None]
 """Type of a route. A route is a function that receives a call's ``hidden_states``, ``topk_ids`` and keyword arguments.
-It returns a function that receives the call instead of the engine's function, or ``None`` to replace nothing."""
+It returns a function that receives the call instead of the engine's function, or ``None`` if it does not replace the
+call."""
 
 
 def probe() -> tuple[ModuleType, FunctionType]:
     """Return the engine's module with the fused-MoE function, and the function itself.
 
-    :raises engine.Unsupported: the function does not have the parameters that routes expect, or another plugin has
-        patched it.
+    :raises engine.Unsupported: the function's parameters are not as this module expects, or another plugin has
+        patched the function.
     """
     module = engine.import_module(MODULE)
     fused_moe = engine.require_unpatched(module, NAME)
@@ -69,13 +70,12 @@ def wrap_fused_moe(original: Callable[..., Any], *routes: Route) -> Callable[...
 
     is_compiling = torch.compiler.is_compiling
 
-    # The wrapper has no named parameters. Python would have to pack them again in each call, which takes as long as the
-    # rest of the wrapper.
+    # The wrapper has no named parameters. To pass them on would take as long as the rest of the wrapper.
     @functools.wraps(original)
     def fused_moe(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(*args, **kwargs)
-        # A caller outside the engine; the engine's own calls pass positional arguments.
+        # Only a caller outside the engine passes some of these arguments by keyword.
         if len(args) < len(_PARAMETERS):
             args = (*args, *(kwargs.pop(name) for name in _PARAMETERS[len(args) :]))
         for route in fused_moe._moe_patches_routes:  # type: ignore[attr-defined]

@@ -149,10 +149,10 @@ SHARED_BUFFERS = "one set of buffers for all layers"
 
 @dataclass(frozen=True)
 class Decision:
-    """Effects of a change in the layers of one model, as the change's own code decides them (:attr:`Change.decide`).
+    """Result of a change's ``decide`` function (:attr:`Change.decide`): how the change acts in the layers of one model.
 
-    :param effects: effects of the change in at least one layer, such as :data:`SHARED_LAST`. If the tuple is empty,
-        the change does nothing in this model.
+    :param effects: a name for each way in which the change acts in at least one layer, such as :data:`SHARED_LAST`. If
+        the tuple is empty, the change does nothing in this model.
     :param reason: why the change does nothing, or less than it could, and which setting would change that.
     :param width: columns of a column slice, or ``None`` if no layer computes in column slices.
     """
@@ -170,8 +170,8 @@ class Decision:
 class Count:
     """Definition of a counter for an action of a change.
 
-    If ``SGLANG_MOE_PATCHES_OBSERVE`` is set, :mod:`sglang_moe_patches.lab.observers.counting` counts the action. It
-    wraps one function, which runs whenever the change may act.
+    If ``SGLANG_MOE_PATCHES_OBSERVE`` is set, :mod:`sglang_moe_patches.lab.observers.counting` counts the action. To do
+    so, it wraps a function that runs whenever the change may act.
 
     :param name: name of the action. Changes that share an action use the same name.
     :param description: phrase for people, which follows the change's name, such as "ran in columns".
@@ -211,11 +211,11 @@ class Change:
     :param variables: environment variables that the change reads. If the change is selected, an invalid value ends the
         start-up.
     :param counts: counters for the change's actions.
-    :param decide: function that returns the change's decision for a model. The model was built while the change was
-        installed. The function calls the same code that decides in a forward pass. ``None`` means that the change acts
-        alike on all models.
-    :param launcher_hooks: pairs of the name of an engine module and a hook. The hook runs in every process that imports
-        the module. The launcher is such a process, too.
+    :param decide: function that returns how the change acts in a model. The engine must have built the model while the
+        change was installed. The function calls the same code that decides in a forward pass. If ``decide`` is
+        ``None``, the change acts alike on all models.
+    :param launcher_hooks: pairs of the name of an engine module and a function (the *launcher hook*). Every process
+        that imports the module runs the hook, also the launcher.
     """
 
     name: str
@@ -288,8 +288,8 @@ def list_variables(changes: Iterable[Change]) -> list[tuple[str, Variable[Any]]]
 def check_environment(changes: Iterable[Change], environ: Mapping[str, str] = os.environ) -> None:
     """Check the values of this package's environment variables. The start-up and ``doctor`` both call this function.
 
-    The variables of a change are checked only if the change is selected. A variable that the engine reads, too, is not
-    checked here: the change checks it if the server uses it.
+    The variables of a change are checked only if the change is selected. This function does not check a variable that
+    the engine reads, too. The change checks such a variable if the server uses it.
 
     :raises ValueError: a value is invalid, or a variable of an earlier version is set. The message is one line. It
         names the variable, and its valid values or its replacement.
@@ -341,7 +341,7 @@ def plan_for(change: Change, names: set[str], server_args: Any = None) -> Plan:
     :param names: names of the selected changes. If the change is not among them, its status is *not selected*.
     :param server_args: the engine's ``ServerArgs``, resolved or not. If it is ``None``, the plan holds for every server
         of this environment.
-    :raises WrongValue: a variable that the engine reads, too, has a value with which this server must not start.
+    :raises WrongValue: an environment variable that both the engine and the change read has an invalid value.
     """
     if change.name not in names:
         return Plan(Status.NOT_SELECTED)
@@ -456,8 +456,7 @@ class Patcher:
 
 
 def around(wrapper: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Turn ``wrapper`` into an argument ``make_wrapper`` of :meth:`Patcher.wrap`. The patched function then calls
-    ``wrapper``.
+    """Turn ``wrapper`` into a function that :meth:`Patcher.wrap` accepts as ``make_wrapper``.
 
     Each call needs one more stack frame than with a wrapper that is written by hand. Do not use ``around`` for
     functions that run in a forward pass.

@@ -49,7 +49,7 @@ def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
 
 
 def find_runner(experts: Any) -> str | None:
-    """Return the runner of a ``FusedMoE`` layer, named as for ``--moe-runner-backend``, or ``None`` if it is not known.
+    """Return a ``FusedMoE`` layer's runner as a value of ``--moe-runner-backend``, or ``None`` if it is not known.
 
     The attribute ``runner`` of the layer's quantization method, scheme or kernel names the runner. Some methods have no
     such attribute. They call the kernel that ``--moe-runner-backend`` selects. NVFP4 methods of some releases have the
@@ -83,8 +83,8 @@ _CUTLASS_FP4 = "cutlass_moe_fp4"
 def _find_directly_called_runner(holder: Any) -> str | None:
     """Return the runner whose kernel an NVFP4 method or scheme calls directly, not through its attribute ``runner``.
 
-    The attribute then names a runner that does not run. In 0.5.12.post1 with ``--moe-runner-backend auto``, for
-    example, a method's attribute names TRT-LLM's runner, but the method calls ``cutlass_moe_fp4``.
+    In that case the attribute ``runner`` names a runner that is not used. For example, in 0.5.12.post1 with
+    ``--moe-runner-backend auto``, the attribute names TRT-LLM's runner, but the method calls ``cutlass_moe_fp4``.
 
     :returns: the runner, or "" if ``--moe-runner-backend`` has no name for the kernel. The result is ``None`` if no
         direct call is found. :func:`find_runner` then reads the attribute ``runner``.
@@ -99,9 +99,11 @@ def _find_directly_called_runner(holder: Any) -> str | None:
 
 
 def may_take_dead_input(experts: Any, runner: str | None) -> bool:
-    """Return whether the runner of a ``FusedMoE`` layer may take the layer's dead input. An unknown runner may take it.
+    """Return whether the runner of a ``FusedMoE`` layer may take the layer's dead input.
 
-    :param runner: the result of :func:`find_runner`. TRT-LLM's runners take a dead input only if the weights are NVFP4.
+    TRT-LLM's runners take a dead input only if the weights are NVFP4. The result is true for an unknown runner.
+
+    :param runner: the result of :func:`find_runner`.
     """
     if runner in TRTLLM:
         return is_nvfp4(experts)
@@ -186,8 +188,8 @@ class SymmetricMemory:
     The method ``contains`` returns whether a tensor lies in the pool.
 
     :param module: the engine's module that manages the pool.
-    :param pool: function that returns a context manager of the engine. Inside it, new tensors come from the pool if the
-        server allocates the outputs of runners there.
+    :param pool: function that returns the engine's context manager for allocations. Inside it, new tensors come from
+        the pool, unless the engine's ``is_allocation_symmetric`` returns false.
     """
 
     def __init__(self, module: Any, pool: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -215,15 +217,16 @@ class SymmetricMemory:
 
 
 def cache_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
-    """Cache the positive answers of the engine's function that returns whether a tensor lies in the pool of NCCL
-    symmetric memory.
+    """Return a faster version of the engine's function that searches the pool of NCCL symmetric memory for a tensor.
 
-    The engine's function searches a snapshot of the pool, which is too slow for every layer.
+    The engine's function searches a snapshot of the pool, which is too slow for every layer. The faster version caches
+    the addresses that are in the pool. They stay there, because the pool never frees memory while the process lives.
+    The engine relies on this, too.
 
-    - A positive answer stays true for an address, because the pool never frees memory while the process lives. The
-      engine relies on this, too.
-    - A negative answer is not cached, because the pool may grow and contain the address later. With an outdated
-      answer, one rank would allocate from the pool when the other ranks do not. All ranks must decide alike.
+    Addresses outside the pool are not cached, because the pool may grow and contain them later. With an outdated
+    answer, one rank would allocate from the pool when the other ranks do not. All ranks must decide alike.
+
+    :param search_pool: the engine's function, which returns whether a tensor lies in the pool.
     """
     inside = set[int]()
 
@@ -284,13 +287,14 @@ def is_in_place(experts: Any) -> bool:
 
 
 def disable_inplace_while(config: Any, is_disabled: Callable[[], bool]) -> None:
-    """Make ``config.inplace`` false while ``is_disabled`` returns true. At other times ``config.inplace`` has its own
-    value.
+    """Make the attribute ``config.inplace`` read as false while ``is_disabled`` returns true.
 
-    The attribute's own value does not change, because several forward passes may read it at the same time.
+    At other times the attribute reads as its stored value. The stored value does not change, because several forward
+    passes may read the attribute at the same time.
 
     :param config: the configuration of a runner.
-    :param is_disabled: function that answers for the forward pass that reads the attribute.
+    :param is_disabled: function that is called at each read. It returns whether ``inplace`` is off for the forward pass
+        that reads the attribute.
     """
 
     def inplace(self: Any) -> bool:

@@ -184,8 +184,8 @@ def extend_server_args(module: ModuleType, patcher: Patcher) -> None:
     The method returns the largest number of tokens in a forward pass. The check raises an error if
     ``SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` is too small for this number (:func:`check_budget`).
 
-    If the engine itself computes the number (:func:`is_sized_by_engine`), this function adds nothing. The engine then
-    also checks the variable. Only CuteDSL's buffers still have the size that this package computes.
+    If the engine itself computes the number (:func:`is_sized_by_engine`), this function adds nothing, because the
+    engine then checks the variable, too.
 
     The launcher and every other process call this function.
 

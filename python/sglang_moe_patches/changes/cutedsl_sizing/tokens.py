@@ -64,8 +64,8 @@ def compute_max_forward_tokens(limits: ForwardLimits) -> int:
     - Dynamic chunking with pipeline stages first profiles the model with one request of up to ``int(1.25 * chunk)``
       tokens (``SchedulerPPMixin.profile_and_init_predictor``). The chunks that it chooses later stay within
       ``max_prefill_tokens``.
-    - A decode batch that is larger than the largest captured batch runs eagerly. The autotuner's dummy batch has the
-      same size.
+    - A decode batch may be larger than the largest captured batch, and then runs eagerly. The autotuner's dummy batch
+      may be as large.
     - A draft step has ``topk`` tokens per request. A draft-extend step has ``num_steps + 1`` or more.
     """
     upstream = max(limits.max_prefill_tokens, limits.piecewise_tokens, limits.graph_requests * limits.draft_tokens)

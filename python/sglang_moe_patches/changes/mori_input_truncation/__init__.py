@@ -2,7 +2,7 @@
 have arrived. No row is ever lost.
 
 Why
-    The MoE kernel computes MoRI's whole receive buffer, although only a part of it holds rows. The engine's own limit
+    The MoE kernel computes MoRI's whole receive buffer, although only a part of it has rows. The engine's own limit
     for the rows drops tokens silently if it is too small.
 
 Hook points

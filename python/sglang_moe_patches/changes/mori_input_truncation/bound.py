@@ -46,23 +46,26 @@ def find_rows_per_dp_rank(
 ) -> tuple[int, ...] | None:
     """Return the largest number of rows that each data-parallel rank can have in this forward pass.
 
-    ``counts`` is ``None`` while the engine captures or warms up a graph, or runs a sub-batch. A single data-parallel
-    rank then has ``local_rows`` rows. With several data-parallel ranks, ``global_rows`` decides:
+    The first three parameters are values of the engine's module ``dp_attention``. If ``counts`` is not ``None``, it has
+    the numbers. Otherwise the result depends on the other values:
 
-    - If it is ``dp_ranks`` times ``local_rows``, all data-parallel ranks use the same graph: the graph for the largest
-      batch among them. No rank has more than ``local_rows`` rows.
-    - If it is another number, each rank uses a graph for its own batch. The other ranks' rows are unknown.
+    - A single data-parallel rank has ``local_rows`` rows.
+    - With several data-parallel ranks, ``global_rows`` may be ``dp_ranks * local_rows``. All ranks then use the same
+      CUDA graph, chosen for the largest of their batches. No rank has more than ``local_rows`` rows.
+    - If ``global_rows`` is another number, each rank uses a CUDA graph for its own batch. The rows of the other ranks
+      are unknown.
 
-    :param counts: ``global_num_tokens`` of ``dp_attention``: the padded number of rows of each data-parallel rank. With
-        the padding mode ``MAX_LEN`` all ranks have the same number. With ``SUM_LEN`` each rank has its own, and an idle
-        rank has 0. If the engine gathers nothing between ranks (``--moe-dense-tp-size 1`` with
-        ``--enable-dp-lm-head``), the list has only this rank's number.
-    :param local_rows: local buffer length of ``dp_attention``: this rank's padded rows.
-    :param global_rows: global buffer length of ``dp_attention``: the padded rows of all ranks.
+    :param counts: ``global_num_tokens``: the padded number of rows of each data-parallel rank. It is ``None`` while the
+        engine captures or warms up a CUDA graph, or runs one of two sub-batches (two-batch overlap). With the padding
+        mode ``MAX_LEN`` all ranks have the same number. With ``SUM_LEN`` each rank has its own, and an idle rank has 0.
+        If the engine gathers nothing between ranks (``--moe-dense-tp-size 1`` with ``--enable-dp-lm-head``), the list
+        has only this rank's number.
+    :param local_rows: local buffer length: this rank's padded rows.
+    :param global_rows: global buffer length: the padded rows of all ranks.
     :param dp_ranks: number of data-parallel ranks.
-    :param two_batch_overlap: whether a sub-batch may be running. Each data-parallel rank splits its own batch, so the
-        rows of the other ranks' sub-batches are unknown.
-    :returns: ``None`` if the rows of some rank are unknown.
+    :param two_batch_overlap: whether the engine may run a sub-batch now. Each data-parallel rank splits its own batch,
+        so the rows of the other ranks' sub-batches are unknown.
+    :returns: the number of rows of each data-parallel rank, or ``None`` if the rows of some rank are unknown.
     """
     if counts is not None:
         return tuple(counts) if len(counts) == dp_ranks and min(counts, default=-1) >= 0 else None
@@ -78,27 +81,31 @@ def find_rows_per_dp_rank(
 def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: Layout, buffer_rows: int) -> int | None:
     """Return the largest number of rows that this rank can receive in one MoRI dispatch.
 
-    MoRI sends a row to a destination rank once, however many of the row's experts that rank has. So at most as many
-    rows arrive as all ranks of the group send, this rank included. Padding rows count, because the router decides on
-    the device whether they are sent. How many rows the ranks send depends on these cases, in which a data-parallel rank
-    has ``n`` rows:
+    MoRI sends a row to each destination rank at most once. This rank therefore receives at most as many rows as all
+    expert-parallel ranks send, itself included. Padding rows count, because the router decides on the device whether
+    they are sent.
 
-    - *Attention TP.* The engine usually pads the ``n`` rows and scatters them over the attention-TP ranks
-      (``ScatterMode.SCATTERED``). Together these ranks then send ``n`` rows. If this rank has sent ``n / attn_tp``
-      rows, rows were scattered on all ranks, because all ranks run the same model. Otherwise, as on an idle rank (0 of
-      0 rows), each rank may send all ``n`` rows.
-    - *Context parallelism* may split unevenly, or only in prefill. Each rank may send all ``n`` rows.
-    - *More rows sent than counted.* If this rank has sent more rows than its count, the counts belong to another
-      forward pass, and no bound is proven.
-    - *One data-parallel rank without counts.* Every rank has the same batch, and sends all of it or an even share. Even
-      shares differ by at most one row, so at most ``ranks * (sent + 1)`` rows are sent.
+    If ``counts`` is known, let ``n`` be the number of rows of one data-parallel rank. Its ``attn_tp * attn_cp`` ranks
+    may send these rows in two ways:
+
+    - The ranks send ``n`` rows together if the engine has scattered the rows over the attention-TP ranks
+      (``ScatterMode.SCATTERED``). The rows were scattered on all ranks if this rank has sent ``n / attn_tp`` rows,
+      because all ranks run the same model.
+    - Otherwise each of the ranks may send all ``n`` rows. This is also assumed on an idle rank, which has sent 0 of 0
+      rows, and with context parallelism, which may split rows unevenly or only in prefill.
+
+    If this rank has sent more rows than its count, the counts belong to another forward pass, and no bound is proven.
+
+    If ``counts`` is unknown, there is a bound only with one data-parallel rank and without context parallelism. Every
+    rank then has the same batch, and sends all of it or an even share. Even shares differ by at most one row, so all
+    ranks together send at most ``ranks * (sent + 1)`` rows.
 
     :param sent: number of rows that this rank has sent. The CPU knows it from the shape of a tensor.
     :param counts: largest number of rows of each data-parallel rank (:func:`find_rows_per_dp_rank`), or ``None`` if
         unknown.
     :param layout: distribution of the attention over the ranks.
     :param buffer_rows: rows of the receive buffer. More rows cannot arrive.
-    :returns: ``None`` if no bound can be proven.
+    :returns: the largest number of rows, or ``None`` if no bound can be proven.
     """
     if layout.dp_ranks == 0 or sent < 0:
         return None

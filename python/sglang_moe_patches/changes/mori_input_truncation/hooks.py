@@ -235,7 +235,7 @@ def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Instal
 
 
 def _require_layout(dp_attention: Any) -> None:
-    """Check that the engine has the functions or attributes that tell how attention is distributed over the ranks.
+    """Check that the engine has the functions or attributes for the distribution of attention over the ranks.
 
     :raises engine.Unsupported: the engine does not have them under the expected names.
     """
@@ -249,7 +249,7 @@ def _require_layout(dp_attention: Any) -> None:
         except AttributeError as error:
             raise engine.Unsupported(str(error)) from error
         except Exception:
-            pass  # the function exists, but raises an exception until the ranks are set up
+            pass  # the attribute exists, but reading it raises an exception until the ranks are set up
 
 
 def plan() -> Plan:

@@ -63,13 +63,13 @@ class Policy:
     :param recv_bound: whether to cut the receive buffer to the largest number of rows that can arrive, even if the user
         set no limit.
     :param two_batch_overlap: whether the server may run two sub-batches at once.
-    :param unreliable_reason: why the engine's counts for other ranks may be wrong on this server, or ``None`` if they
-        are right.
+    :param unreliable_reason: why the engine's token counts of other ranks may be wrong on this server, or ``None`` if
+        they are right.
     :param has_assertions: whether a failed assertion on the device ends the process.
-    :param has_stale_counts: whether this rank's own count may be wrong, too, because it may be of an earlier forward
-        pass.
-    :param raise_only: whether this change only replaces a cut of the engine that is too small. It then never cuts to
-        fewer rows than the engine.
+    :param has_stale_counts: whether this rank's own token count may be wrong, too, because the count may belong to an
+        earlier forward pass.
+    :param raise_only: whether this change may only raise the number of rows to which the engine cuts the buffer. This
+        change then never cuts to fewer rows than the engine.
     :param has_unproven_layout: whether received rows may lie elsewhere than at the start of the buffer. The buffer is
         then never cut.
     """

@@ -1,10 +1,10 @@
 """Reuse of a decoder layer's input after the layer has read it for the last time.
 
-A decoder layer normalizes its input, and then attention reads the normalized tensor. After that norm no code reads the
-input again: the layer has assigned another tensor to its local name, and the model's loop over the layers keeps the
-input only until the layer returns. The input is then called a *dead input*: its memory may be overwritten, although it
-is still allocated. The layer *offers* the memory of its dead input. The runner of its routed experts *takes* this
-memory for its output or as scratch memory.
+A decoder layer normalizes its input, and then attention reads the normalized tensor. After this norm, no code reads the
+input again. The layer's variable for the input refers to another tensor, and the model's loop over the layers only
+keeps the input until the layer returns. The input is then called a *dead input*: its memory may be overwritten,
+although it is still allocated. The layer *offers* the memory of its dead input. The runner of the layer's routed
+experts *takes* this memory for the output or as scratch memory.
 
 Two kinds of inputs are not dead:
 

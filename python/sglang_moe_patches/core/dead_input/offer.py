@@ -95,8 +95,8 @@ def find_stream_residual(forward_batch: Any, residual: Any) -> Any:
     In these releases ``forward_batch.residual_stream`` contains the residual. Its attribute ``pending`` contains the
     output of the previous layer until the engine adds this output to the residual.
 
-    :returns: ``None`` if no output is pending, or if the engine will do more than add it. The layer's input must not be
-        offered then, because it is the residual or may become the residual.
+    :returns: the residual. It is ``None`` if no output is pending, or if the engine will do more with the output than
+        add it. The layer's input is then the residual, or may become the residual, so it must not be offered.
     """
     stream = forward_batch.residual_stream
     pending = None if stream is None else stream.pending

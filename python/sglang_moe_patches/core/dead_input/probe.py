@@ -1,4 +1,4 @@
-"""Probe of the engine and of its models: which decoder layers may offer their dead input, and through which channel."""
+"""Find the decoder layers of each model that may offer their dead input, and the channel for these offers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class LayerFacts:
     :param residual_of: function that receives the batch and the argument ``residual``, and returns the residual that
         belongs to a layer's input.
     :param tensor_of: function that receives a layer's input and returns its tensor.
-    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The class does
-        not show what the submodules return. :func:`require_attention_input_dies` checks the submodules of each layer.
+    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The classes of
+        the submodules are unknown until a layer is built. :func:`require_attention_input_dies` checks the submodules of
+        each built layer.
     """
 
     layer: Any
@@ -75,9 +76,9 @@ class Offers:
             patcher.add(channel, "_channel", self.channel)
             for module in _find_modules_exposing(getattr(engine.import_module(ENGINE_MODULE), ENGINE_OFFER)):
                 patcher.wrap(module, ENGINE_OFFER, offer.make_empty_offer)
-            # For every offered buffer, the engine's runner asks whether the buffer lies in the pool of NCCL symmetric
-            # memory. The engine needs long for the answer. This package offers a buffer in more layers than the engine
-            # does.
+            # For every offered buffer, the engine's runner searches the pool of NCCL symmetric memory for the buffer.
+            # The search is slow, and this package offers buffers in more layers than the engine does. Therefore, the
+            # results are cached.
             pool = engine.import_module(runners.SYMMETRIC_MEMORY_MODULE)
             is_in_pool = runners.cache_pool_addresses(getattr(pool, runners.POOL_QUERY))
             for module in _find_pool_query_modules():
@@ -278,7 +279,7 @@ def require_attention_input_dies(layer: Any, attention: proofs.AttentionFacts, e
     The routed experts may overwrite the memory of attention's input. The proof about the layer's class does not cover
     the submodules, so this function checks them.
 
-    :param attention: the result of that proof.
+    :param attention: the result of the proof about the layer's class (:func:`.proofs.follow_attention`).
     :param experts: the class of the layer's routed experts.
     :raises engine.Unsupported: one of these holds:
 
@@ -327,8 +328,8 @@ def require_unpatched_parts(layer: Any, require_methods: Callable[[type], None])
                 require_methods(type(value))
 
 
-#: Names of a module's attributes that are not modules, but receive the module's tensors: they call its norms or run its
-#: kernels.
+#: Names of a module's attributes whose values are not modules, but objects that receive the module's tensors. These
+#: objects call the module's norms or run its kernels.
 _TENSOR_HANDLERS = ("layer_communicator", "attn_boundary", "ffn_boundary", "quant_method")
 
 

@@ -252,8 +252,8 @@ class _AliasTracker:
     :param method_of: function that returns the code of the layer's methods (:data:`MethodOf`).
     :param submodules: the submodules that have received an alias so far. The key is the submodule's name. The value
         contains the places (:data:`Place`) of the aliases.
-    :param methods: names of the methods that the proof is inside, the innermost last. The tuple is empty while the
-        proof follows ``forward`` itself, which must not return before the norm after attention.
+    :param methods: names of the nested method calls that the proof follows now, the innermost last. The tuple is empty
+        in ``forward`` itself, which must not return before the norm after attention.
     """
 
     method_of: MethodOf
@@ -314,11 +314,11 @@ def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set
 
 
 def _find_aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasTracker) -> set[str] | None:
-    """Return the names that may alias the memory of the proof after ``statement``.
+    """Return the aliases of attention's input after ``statement``: the local names that may refer to its memory.
 
     :param aliases: the aliases before the statement.
-    :returns: ``None`` if the memory may escape through a call, an attribute or a return value, or if the proof does not
-        model such a statement.
+    :returns: ``None`` if the memory of attention's input may escape through a call, an attribute or a return value, or
+        if the proof does not model such a statement.
     """
     match statement:
         case ast.Assign(targets=targets, value=value):
@@ -439,11 +439,13 @@ def _calls_own_attribute(call: ast.Call) -> bool:
 
 
 def captures_only_sums(forward: Code) -> bool:
-    """Return whether a layer captures hidden states only in the norm before attention.
+    """Return whether a layer's ``forward`` captures hidden states nowhere but in the norm before attention.
 
-    To capture a tensor is to keep it for other code, such as speculative decoding. This norm captures only sums of the
-    layer's input and the residual, which are new tensors. The other statements of the layer's ``forward`` must not use
-    an argument or a text with "captur" in it.
+    *Capturing* a tensor means to keep it for other code, such as speculative decoding. The norm before attention
+    captures only new tensors: sums of the layer's input and the residual.
+
+    Any other statement of ``forward`` may capture the input itself. The result is therefore false if such a statement
+    uses a parameter, or contains a text, with "captur" in it.
     """
     definition = _parse_definition(forward)
     consumer, _ = _find_consumer(definition)
@@ -493,8 +495,9 @@ def loop_keeps_nothing(forward: Code) -> bool:
     layer's input, and no other name may refer to it.
 
     - The loop may add to a layer's result in place.
-    - The loop may capture sums of the hidden states and the residual, which are new tensors. Without a residual it may
-      capture the hidden states themselves, because nothing is offered then.
+    - The loop may capture sums of the hidden states and the residual, which are new tensors.
+    - If there is no residual, the loop may capture the hidden states themselves, because no layer offers its input
+      then.
     """
     definition = _parse_definition(forward)
     match list(find_layer_loops(definition)):
@@ -592,7 +595,7 @@ def _adds_in_place(node: ast.AST) -> bool:
 def _follow_statements(
     statements: list[ast.stmt], aliases: set[str], follow_one: Callable[[ast.stmt, set[str]], set[str] | None]
 ) -> set[str] | None:
-    """Return the names that may alias the memory of a proof after all ``statements``.
+    """Return the aliases of the memory that a proof follows, after all ``statements``.
 
     The result is ``None`` if the proof fails in one of the statements.
 
@@ -645,8 +648,8 @@ def _find_aliased_names(
 ) -> set[str]:
     """Return the local names whose tensors may share memory with an expression's value.
 
-    :param returns_new_memory: function that returns a true value if a call returns new memory. The default assumes this
-        of all calls of the layer's submodules and methods.
+    :param returns_new_memory: function that receives a call, and returns a true value if the call returns new memory.
+        By default, this is assumed for all calls of the layer's submodules and methods.
     """
     match value:
         case ast.Name(id=name):

@@ -43,9 +43,9 @@ def _is_above_one(size: Any) -> bool:
 
 
 def _is_not_one_of(*values: Any) -> Callable[[Any], bool]:
-    """Return a function that returns whether an argument is set to another value than ``values``.
+    """Return a function that checks an argument's value.
 
-    That function returns False if the argument is ``None``, False or one of ``values``.
+    The function returns False if the value is ``None``, False or one of ``values``, else True.
     """
     return lambda value: value not in (None, False, *values)
 

@@ -1,5 +1,7 @@
-"""Switch PyTorch's allocator between ordinary and expandable segments, and wrap the engine's functions that need
-this.
+"""Switch PyTorch's allocator between ordinary and expandable segments.
+
+The start of the scheduler's event loop turns expandable segments on. Graph captures and separate memory pools suspend
+them.
 """
 
 from __future__ import annotations
@@ -228,8 +230,9 @@ def probe() -> Install:
 def suspend_during_captures(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> None:
     """Wrap the functions that need memory from ordinary segments, so that the switch is suspended while they run.
 
-    These functions capture a CUDA graph or use a separate memory pool. One is the engine's context manager around all
-    its captures. At the end of that context the engine registers buffers with other processes.
+    These functions capture a CUDA graph or use a separate memory pool. One of them is the engine's context manager
+    ``GroupCoordinator.graph_capture``, which surrounds all captures. When the context ends, the engine registers
+    buffers with other processes.
 
     :param graph: ``torch.cuda.CUDAGraph``.
     :param coordinator: the engine's ``GroupCoordinator``.
