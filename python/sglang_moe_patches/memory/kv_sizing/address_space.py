@@ -1,7 +1,7 @@
 """Tensors over reserved GPU addresses. Only their first rows are backed by memory.
 
-The addresses never change. A CUDA graph or a kernel that uses them stays valid while memory for the last rows is mapped
-and unmapped. This module calls CUDA's driver, and nothing of the engine.
+The addresses never change. A CUDA graph or a kernel that uses these addresses stays valid while memory for the last
+rows is mapped and unmapped. This module calls CUDA's driver, and nothing of the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class OutOfMemory(RuntimeError):
-    """Raised if the driver has no memory to map. No mapping has changed then. The message is the driver's error."""
+    """Raised if the driver has no memory to map. The message names the driver's function and its error."""
 
 
 class CudaMemory:
@@ -116,12 +116,12 @@ class ElasticBuffer:
         self.tensor = torch.empty(0, dtype=dtype, device=memory.device()).set_(storage, 0, tuple(shape))
 
     def backing_bytes(self, rows: int) -> int:
-        """Return the bytes of the memory that backs the first ``rows`` rows of every plane. Memory is counted in whole
-        granules."""
+        """Return the bytes of memory that the tensor needs if only ``rows`` rows of each plane have memory. A plane is
+        defined at :class:`ElasticBuffer`. Memory is counted in whole granules (:class:`CudaMemory`)."""
         return sum(map(len, self._granules(rows))) * self._memory.granularity
 
     def bytes_of(self, rows: int) -> int:
-        """Return the bytes of a tensor that has ``rows`` rows in every plane."""
+        """Return the bytes of a tensor that has ``rows`` rows, and otherwise the shape of this tensor."""
         return self._plane_count * rows * self._row_bytes
 
     def map_rows(self, rows: int) -> None:
@@ -163,8 +163,9 @@ class ElasticBuffer:
         self._memory.release(self.address, self._span)
 
     def _granules(self, rows: int) -> Iterator[range]:
-        """Yield the indices of the granules that back the first ``rows`` rows: one range for each plane. No index is
-        repeated."""
+        """Yield one range for each plane (a part of the tensor, see :class:`ElasticBuffer`). The range has the indices
+        of the granules that back the plane's first ``rows`` rows. If planes share a granule, only the first of their
+        ranges has its index."""
         before = 0
         for plane in range(self._plane_count if rows else 0):
             start = plane * self.rows * self._row_bytes

@@ -1,4 +1,4 @@
-"""Functions that read and make the engine's objects for a rehearsal: sizes of batches and servers, requests, metrics.
+"""Functions for a rehearsal: read the sizes of batches and servers, make and drop requests, and mute metrics.
 
 A *rehearsal* runs a server's largest forward passes before the first user's request.
 """

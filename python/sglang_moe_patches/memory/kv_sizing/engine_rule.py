@@ -39,8 +39,8 @@ def bytes_per_token(maker: Any) -> float:
 
 
 def find_rehearsal_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
-    """Return a larger fraction for the rehearsal. With this fraction, the KV cache has room for two prefill chunks, or
-    for the model's context length if it is shorter.
+    """Return a larger ``--mem-fraction-static`` (*fraction*) for the rehearsal. With this fraction, the KV cache has
+    room for two prefill chunks, or for the model's context length if it is shorter.
 
     The rehearsal does not begin with an even larger KV cache, because CUDA graphs are captured in the memory that the
     fraction leaves free. The KV cache grows after the need was measured.
@@ -71,7 +71,8 @@ def counts_of(config: Any) -> TokenCounts:
 
 
 def measure_launch_memory(maker: Any, arguments: Any, before_gib: float) -> LaunchMemory:
-    """Return this rank's free memory before its KV cache is made, and the engine's settings that divide this memory.
+    """Return this rank's free memory before its KV cache is made, the engine's ``--mem-fraction-static``, and the
+    memory that images may take.
 
     If the server cannot be measured, the result has only ``failure``, the reason.
 
@@ -104,8 +105,8 @@ def fraction_in_force(maker: Any) -> float:
 
 @contextmanager
 def use_fraction(maker: Any, fraction: float | None) -> Iterator[None]:
-    """Context manager in which the engine sizes its KV cache by another fraction. With ``None``, the engine uses its
-    own fraction."""
+    """Context manager in which the engine sizes its KV cache by another ``--mem-fraction-static``. With ``None``, the
+    engine uses its own value."""
     if fraction is None:
         yield
         return
@@ -132,7 +133,8 @@ def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: flo
     """Return the GiB that images may take. This is the memory that the engine's rule reserves for images, and the
     memory of the caches for images.
 
-    :param fraction: the fraction by the engine's rule. The rule has lowered it to reserve memory for images.
+    :param fraction: ``--mem-fraction-static`` by the engine's rule. The rule has lowered this value to reserve memory
+        for images.
     :param before_gib: free memory before the weights were loaded, in GiB.
     :raises Unknown: the rule reserves nothing for images, or the engine captures CUDA graphs for images.
     """
@@ -145,8 +147,8 @@ def image_allowance_gib(runner: Any, arguments: Mapping[str, Any], fraction: flo
 
 
 def image_factor(model_config: Any) -> float:
-    """Return the factor by which the engine's rule lowers the fraction for a model with images; 1 if the rule does not
-    lower it."""
+    """Return the factor by which the engine's rule lowers ``--mem-fraction-static`` for a model with images; 1 if the
+    rule does not lower it."""
     if engine.has_module(IMAGE_RULE):
         return float(engine.import_module(IMAGE_RULE).adjust_mem_fraction_for_vlm(1.0, model_config, False, None))
     arguments = SimpleNamespace(mem_fraction_static=1.0)
@@ -155,8 +157,8 @@ def image_factor(model_config: Any) -> float:
 
 
 def image_cache_gib(arguments: Mapping[str, Any]) -> float:
-    """Return the GiB of the caches for images: the cache of embeddings, and in newer releases the GPU buffers through
-    which image features reach the scheduler.
+    """Return the GiB of the engine's caches for images. These are the cache of image embeddings and, in newer releases,
+    GPU buffers that carry image features to the scheduler.
 
     Newer releases, such as 0.5.23, leave this memory free in every start, in addition to the KV cache. So a rehearsal
     finds the memory free.
@@ -170,7 +172,7 @@ def image_cache_gib(arguments: Mapping[str, Any]) -> float:
 
 
 def reserved_by_configurator_gib(arguments: Mapping[str, Any]) -> float | None:
-    """Return the GiB that the engine's rule leaves free for the caches for images, on a model with images.
+    """Return the GiB that the engine's rule leaves free for its image caches, on a model with images.
 
     :returns: ``None`` on releases whose rule leaves no memory free for these caches, such as 0.5.12.post1.
     """

@@ -2,8 +2,7 @@
 
 The start itself is :meth:`.start.ServerStart.start_up`. A *rehearsal* runs the server's largest forward passes before
 the first user's request, and measures their memory. The *fraction* is ``--mem-fraction-static``, by which the engine's
-own rule computes the KV cache size. A *collective* function must be called by all ranks at the same point, else they
-wait for one another.
+own rule computes the KV cache size.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class SchedulerHooks:
         self.reason = "its pools have not been made"
         """Reason why this server keeps the KV cache size of the engine's rule; empty if the server is measured."""
         self.reservation: Reservation | None = None
-        """KV cache over reserved addresses. Either all ranks have it, or none has."""
+        """KV cache over reserved addresses. Either all ranks have such a KV cache, or no rank has one."""
         self._init_info: Any = self  # an object that no pipe sends
         self._scheduler: Any = None
         self._releases: list[Callable[[], None]] = []
@@ -116,7 +115,8 @@ class SchedulerHooks:
 
     def _gather_launch_memory(self, maker: Any, before_gib: float) -> list[LaunchMemory]:
         """Gather the memory of all ranks before their pools are made, and set ``reason`` if this server is not
-        measured. Collective, even if the server keeps a given ``--mem-fraction-static``."""
+        measured. All ranks must call this method at the same point, even if the server keeps a given
+        ``--mem-fraction-static``."""
         arguments = eligibility.arguments_of(maker.server_args)
         self.leads, self.gpu = ranks.is_rank_0(), int(maker.gpu_id)
         self.fraction_is_given = eligibility.is_given_by_the_user(maker.server_args)
@@ -138,7 +138,7 @@ class SchedulerHooks:
         return [replace(launch, free_before_load=before) for launch in launches]
 
     def _reserve_addresses(self, maker: Any, config: Any, raised: float) -> None:
-        """Decide for how many tokens addresses are reserved. Collective.
+        """Decide for how many tokens addresses are reserved. All ranks must call this method at the same point.
 
         :param config: the engine's ``MemoryPoolConfig``, with the token counts of its own rule.
         :param raised: number that was added to the fraction of the user or the engine, because the rehearsal needs a

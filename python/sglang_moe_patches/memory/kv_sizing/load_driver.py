@@ -29,8 +29,8 @@ from sglang_moe_patches.memory.kv_sizing.phases import (
 )
 
 ATTEMPTS_PER_PHASE = 2
-"""Limit of attempts to run a phase. The scheduler decides which requests share a forward pass. So an attempt may fail:
-no forward pass has the phase's sizes."""
+"""Limit of attempts to run a phase. An attempt fails if no forward pass has the phase's sizes. This may happen, because
+the scheduler decides which requests share a forward pass."""
 
 
 class LoadDriver:
@@ -68,12 +68,12 @@ class LoadDriver:
         """Limit of concurrent requests from now on, because more requests would take too much memory; 0: as many as the
         server allows."""
         self._most_requests = 0
-        """Number of requests in the largest decode that has begun without a CUDA graph. Only decodes with more requests
-        than :attr:`.Limits.penalized` count. 0 if no such decode has begun, or with pipeline stages."""
+        """Number of requests in the last decode that has begun without a CUDA graph. Only decodes of more requests than
+        :attr:`.Limits.penalized` count. 0 if no such decode has begun, or with pipeline stages."""
         self.restart_requests = 0
-        """Limit of concurrent requests if the rehearsal starts over with fewer. It is the number of requests in the
-        decode before that of ``_most_requests``, or :attr:`.Limits.penalized` if there was no such decode. 0 if
-        ``_most_requests`` is 0."""
+        """Limit of concurrent requests if the rehearsal starts over without the decode of ``_most_requests`` requests.
+        The limit is the number of requests in the decode before this decode, and at least :attr:`.Limits.penalized`. 0
+        if ``_most_requests`` is 0."""
         self.missed: dict[str, PhaseKind] = {}
         """Phases whose sizes no forward pass had. The key is the phase's name, and the value is its kind."""
         self.is_over = False

@@ -25,15 +25,18 @@ SHARED_PREFIX_REQUESTS = 8
 """Largest number of requests that share the longest prefix in one rehearsed forward pass."""
 MAX_PART_FRACTION = 1 / 16
 """Largest part, as a fraction of the longest prefix, if the rehearsal computes a cached prefix in parts. The parts are
-small because the engine computes an aborted prompt to its end. If this took long, the engine's warm-up request would
-time out, and the server would end."""
+small because the engine computes a prompt to its end even after an abort. If a long prompt was aborted, the engine's
+warm-up request could wait too long for the end of this prompt. The engine would then end the server."""
 FIRST_PART_FRACTION = 1 / 4
 """Length of a trial prompt, as a fraction. The time of the trial prompt predicts the time of the longest prompt.
-Without a radix cache, the trial prompt has this fraction of the longest prompt. With a planted prefix (put into the
-radix cache without computing it), the trial prompt has this fraction of the longest prefix, and a chunk after it."""
+
+- Without a radix cache, the trial prompt has this fraction of the longest prompt's tokens.
+- With a planted prefix (put into the radix cache without computing it), the trial prompt has this fraction of the
+  longest prefix's tokens, followed by one chunk.
+"""
 LONG_PROMPT_NEW_TOKENS = 64
-"""Number of tokens that each request generates in a decode with one long request. The short requests wait for the long
-prompt, and then decode in the same batch."""
+"""Number of tokens that each request generates if one long request decodes among short requests. The short requests
+wait until the long prompt has been computed. Then all requests decode in one batch."""
 MIXED_DECODES = 32
 """Limit of decoding requests in the forward pass of a mixed chunk, which has prompt tokens and decoding requests."""
 SHORT_PROMPT_TOKENS = 8
@@ -46,36 +49,36 @@ PENALIZED_SAMPLING = {
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.05},
     "logit_bias": {str(BIASED_TOKEN): -1.0},
 }
-"""Sampling parameters of *penalized* requests. For each penalty, ``min_p`` and the bias, the engine allocates a number
-for every request and every token of the vocabulary."""
+"""Sampling parameters of *penalized* requests: three penalties, ``min_p`` and a logit bias. For each of these five
+parameters, the engine allocates one number for every request and every token of the vocabulary."""
 MAX_REQUEST_RATIO = 4
 """Largest factor between the numbers of requests in two consecutive rehearsed decodes. The memory of the larger decode
 can then be predicted from the smaller decode."""
 FIRST_DECODE_REQUESTS = 64
 """Limit of requests in the first rehearsed decode. Sampling for so few requests always fits into the free memory."""
 PENALIZED_WITHOUT_GRAPHS = 256
-"""Limit of concurrent penalized requests, if ``--max-running-requests`` is not given and no decode graph is
-captured."""
+"""Limit of concurrent requests with penalties (:data:`PENALIZED_SAMPLING`), if ``--max-running-requests`` is not given
+and no decode graph is captured."""
 VARIED_PROMPTS = 16
-"""Number of requests in the phase with prompts of many lengths. They make about a dozen chunks. Each chunk cuts a
-prompt at another place, so blocks of many sizes remain in PyTorch's allocator."""
+"""Number of requests in the phase with prompts of many lengths. Their prompts fill about a dozen prefill chunks. The
+chunks end at different places of the prompts, so PyTorch's allocator keeps blocks of many sizes."""
 GROWING_PROMPTS = 8
-"""Number of prompts in the first phase. Each prompt is longer than the prompt before it, and the last fills a chunk. So
-the free blocks of PyTorch's allocator are always too small, and it allocates new blocks. Users' prompts have the same
-effect: among 1,000 prompts of random lengths, about 8 are longer than all prompts before them (``1 + 1/2 + ... +
-1/1000`` is 7.5)."""
+"""Number of prompts in the first phase. Each prompt is longer than the prompt before it, and the last prompt fills a
+chunk. For each prompt, the free blocks of PyTorch's allocator are too small, so the allocator allocates new blocks.
+Users' prompts have the same effect: among 1,000 prompts of random lengths, about 8 are longer than all prompts before
+them (``1 + 1/2 + ... + 1/1000`` is 7.5)."""
 
 
 Arguments = Mapping[str, Any]
-"""Arguments of a server. The engine has resolved them, or the server's endpoints report them."""
+"""Arguments of a server, as the engine has resolved them or as an endpoint of the server reports them."""
 MAMBA = "Mamba"
 """Value of :attr:`ServerFacts.hybrid` for a model with Mamba layers, in which each request has a state in addition to
 its KV cache."""
 STATE_INTERVAL_TOKENS = 256
-"""Number of tokens to which the length of a rehearsed prefix is rounded down, on models with Mamba layers. The radix
-cache has a prefix only up to a state of these layers that the engine has kept. The engine keeps a state at the end of a
-request, or at multiples of 64 to 256 tokens, depending on release, model and strategy. In all of these cases, it keeps
-a state at a multiple of 256 tokens."""
+"""On models with Mamba layers, the length of a rehearsed prefix is a multiple of this number of tokens. The radix cache
+has a prefix only up to a token at which the engine has kept the state of these layers. Depending on release, model and
+strategy, the engine keeps a state at the end of a request, or at multiples of 64 to 256 tokens. In all of these cases,
+the engine keeps a state at the end of the rehearsed prefix."""
 WINDOW_OVERHANG_TOKENS = 128
 """Limit of tokens that a request keeps in addition to its sliding window. The engine frees the tokens that have left
 the window in steps, such as 128 tokens in 0.5.23."""
@@ -220,7 +223,7 @@ class Limits:
     """KV cache size of the layers with a sliding window, in tokens; 0 if no layer has a sliding window."""
     states: bool = False
     """Whether layers (such as Mamba layers) keep a state for each request. The radix cache then has a prefix only up to
-    a state that the engine has kept."""
+    a token at which the engine has kept the state."""
     stop_token: bool = False
     """Whether the tokenizer has an end-of-sequence token. The rehearsal then uses ``min_new_tokens``, which forbids
     this token."""
@@ -235,8 +238,9 @@ class Limits:
     has_default_requests: bool = False
     """Whether ``--max-running-requests`` is not given. The engine's default is thousands of requests."""
     limits_penalized: bool = False
-    """Whether this package limits penalized requests although ``--max-running-requests`` is given. It does so if memory
-    for that many penalized requests would make the KV cache smaller than the engine's own rule does."""
+    """Whether this package limits requests with penalties (:data:`PENALIZED_SAMPLING`) although
+    ``--max-running-requests`` is given. Otherwise, memory for as many such requests as the user allows would make the
+    KV cache smaller than by the engine's own rule."""
 
     @property
     def batch(self) -> int:
@@ -256,17 +260,19 @@ class Limits:
         return min(self.batch, self._graph_requests) if is_limited else self.batch
 
     def with_fewer_penalized(self) -> Limits | None:
-        """Return limits with fewer penalized requests: as many as if ``--max-running-requests`` were not given.
+        """Return limits for a server that runs fewer requests with penalties (:data:`PENALIZED_SAMPLING`). Their number
+        is the same as if ``--max-running-requests`` were not given.
 
-        :returns: ``None`` if the number of penalized requests would not be lower.
+        :returns: ``None`` if this number is not lower than the present number.
         """
         limited = replace(self, limits_penalized=True)
         return limited if limited.penalized < self.penalized else None
 
     @property
     def short_requests(self) -> int:
-        """Number of short requests that fit into half of the KV cache. Each pipeline stage gets at least as many
-        requests as the largest captured decode has, or :data:`PENALIZED_WITHOUT_GRAPHS` without graphs."""
+        """Number of short requests that fit into half of the KV cache. The number is at least the number of requests in
+        the largest captured decode, times the pipeline stages. Without captured decodes,
+        :data:`PENALIZED_WITHOUT_GRAPHS` takes the place of the largest captured decode."""
         request_tokens = SHORT_PROMPT_TOKENS + self.tokens_beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
         return max(
@@ -302,8 +308,8 @@ class Limits:
 
     @property
     def prompts_together(self) -> int:
-        """Number of prompts of the greatest length that share a forward pass, in which the last prompt may be cut; 1 if
-        one prompt fills a chunk."""
+        """Number of prompts that share a forward pass if all prompts have the greatest length. The last prompt may be
+        cut. The number is 1 if one prompt fills a chunk."""
         limits = [self.cache_tokens // (self.largest_prefill_tokens + self.tokens_beside_prompt()), self.batch]
         if self.window_tokens:
             # The engine admits a request only if the pool has a whole window for it, even if the request is short.
@@ -319,8 +325,8 @@ class Limits:
 
     @property
     def packed_tokens(self) -> int:
-        """Smallest possible number of tokens in a forward pass with ``prompts_together`` prompts. The last prompt is
-        cut at the end of a page."""
+        """Smallest possible number of tokens in a forward pass with :attr:`prompts_together` prompts of the greatest
+        length. If the prompts do not fit into a chunk, the engine cuts the last prompt at the end of a page."""
         if self.prompts_together == 1:
             return self.largest_prefill_tokens // self.page * self.page
         all_whole, before = self.prompts_together * self.largest_prefill_tokens, self.prompts_together - 1
@@ -424,8 +430,8 @@ def _read_capture_limit(info: Arguments) -> int:
 class Prompt(NamedTuple):
     """Length of a prompt, in tokens.
 
-    :param shared: number of tokens at the beginning that come from the prefix which several phases share.
-    :param fresh: number of tokens after this prefix. No other prompt has these tokens.
+    :param shared: number of tokens at the beginning of the prompt that it shares with prompts of several phases.
+    :param fresh: number of tokens after the shared tokens. They are made anew for each prompt.
     """
 
     shared: int
@@ -436,15 +442,17 @@ class Prompt(NamedTuple):
 class Estimate:
     """Estimate of a phase's memory: at most ``times`` the memory of an earlier phase.
 
-    A phase with ``fewer_requests`` is left out if it would take more memory than is free. It is also left out if it
-    would take much more memory than all phases before it, because the KV cache makes better use of this memory. If a
-    phase without ``fewer_requests`` would take more memory than is free, the rehearsal ends, and the estimate counts as
-    part of the need.
+    The estimate decides whether the phase runs:
+
+    - A phase that must run: if it would take more memory than is free, the rehearsal ends. The estimate counts as part
+      of the need.
+    - A phase that may be left out: it is left out if it would take more memory than is free, or much more memory than
+      all phases before it. The KV cache makes better use of this memory.
 
     :param name: name of the earlier phase.
     :param times: factor between the memory of the two phases.
     :param with_graphs: whether the earlier phase ran in a graph. The memory of the decode graphs is then added.
-    :param fewer_requests: limit of concurrent requests if the phase is left out; 0 if the phase must not be left out.
+    :param fewer_requests: limit of concurrent requests if the phase is left out; 0 if the phase must run.
     """
 
     name: str
@@ -468,9 +476,9 @@ class Phase:
         a batch meets the bound.
     :param sampling: the engine's sampling parameters of every request.
     :param output_logprobs: whether every request asks for the log-probabilities of its generated tokens.
-    :param growth: factor that predicts the time of a prompt. The prompt takes at most ``growth`` times as long as the
-        slowest earlier prompt of a phase with a growth. A prompt that could take too long is not sent, and the
-        rehearsal ends early. With 0, no time is predicted.
+    :param growth: factor that predicts the longest time of a prompt from the slowest earlier prompt. Only prompts of
+        phases with such a factor count. If a prompt could take too long, it is not sent, and the rehearsal ends early.
+        With 0, no time is predicted.
     :param estimate: estimate of the phase's memory; ``None`` if the phase always runs.
     """
 
@@ -528,10 +536,10 @@ def shared_prefix(length: int, limits: Limits) -> list[int]:
 
 
 def first_tokens(limits: Limits) -> Iterator[int]:
-    """Return an endless iterator of the tokens with which prompts begin, except prompts with the shared prefix.
+    """Return an endless iterator of first tokens for prompts that do not begin with the shared prefix.
 
-    A token is repeated only after all tokens of the vocabulary's used range. So the radix cache has no part of such a
-    prompt.
+    These prompts begin with different tokens, so the radix cache has no part of a new prompt. A token is repeated only
+    after all usable tokens of the vocabulary have been used.
     """
     (taken,) = shared_prefix(1, limits)
     tokens = [token for token in _usable_tokens(limits.vocabulary) if token != taken]
@@ -636,7 +644,7 @@ def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKi
 
     :param before: limits with which the phases ran.
     :param after: limits with the new KV cache size.
-    :param missed: kinds of phases whose sizes no forward pass had. They run again, with their sizes by ``after``.
+    :param missed: kinds of phases whose sizes no forward pass had. These phases run again, with the new limits.
     """
 
     def sizes(phase: Phase) -> tuple[int, ...]:
@@ -657,7 +665,8 @@ def rising_counts(before: int, last: int, times: int = MAX_REQUEST_RATIO) -> lis
     """Return a list of rising numbers of requests. The list ends with ``last``. Each number is at most ``times`` the
     number before it.
 
-    :param before: number of requests in the decode before these. The first number is at most ``times * before``.
+    :param before: number of requests in the previous decode. The first number of the list is at most
+        ``times * before``.
     """
     counts = [last]
     while counts[0] > times * before:
@@ -666,8 +675,8 @@ def rising_counts(before: int, last: int, times: int = MAX_REQUEST_RATIO) -> lis
 
 
 def _link_estimates(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
-    """Return copies of the phases. Each copy except the first has an estimate of its memory, derived from the phase
-    before it, which has fewer requests."""
+    """Return copies of phases whose numbers of requests rise. Each copy except the first has an estimate of its memory,
+    derived from the phase before it."""
     linked: list[Phase] = []
     for phase in phases:
         linked.append(_estimate_from(linked[-1], phase, limits) if linked else phase)
@@ -755,12 +764,14 @@ def growing_lengths(chunk: int) -> list[int]:
 
 
 def _part_lengths(longest: int, chunk: int, limits: Limits) -> list[int]:
-    """Return the lengths of prompts that extend the cached prefix part by part, up to ``longest`` tokens.
+    """Return the lengths of prompts that compute a prefix part by part. Each prompt is the prefix up to the end of one
+    part, and the last prompt has ``longest`` tokens.
 
-    A part is at most as long as the prefix before it, and at most :data:`MAX_PART_FRACTION` of ``longest``. Both limits
-    are at least a chunk. With sliding windows, the last part is hardly longer than a window. While a prefix is in use,
-    the cache keeps the windows of the parts in which the prefix was computed. A longer last part, or a short part after
-    a long part, would leave no room for a chunk after the prefix.
+    A part has at most as many tokens as all parts before it, and at most :data:`MAX_PART_FRACTION` of ``longest``. A
+    part of one chunk is always allowed.
+
+    With sliding windows, the last part has one window and two to three pages. While a prefix is in use, the cache keeps
+    the windows of its parts. With another last part, they could leave no room for a chunk after the prefix.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0
     rising = max(0, longest - behind) // limits.page * limits.page if behind else longest
@@ -822,7 +833,8 @@ def _make_decode_phase(kind: PhaseKind, name: str, requests: int, limits: Limits
 
 
 def _count_decoded_meanwhile(requests: int, limits: Limits) -> int:
-    """Return the number of tokens that the first of ``requests`` requests has decoded when the last is admitted."""
+    """Return the number of tokens that the first request has decoded when the last request is admitted, if ``requests``
+    requests are sent at once."""
     if not (limits.mixed and limits.prefill_requests):
         return 0  # the engine runs prefills before decodes
     return -(-requests // limits.prefill_requests) * max(1, limits.draft_tokens)

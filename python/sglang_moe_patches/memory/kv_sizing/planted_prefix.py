@@ -29,8 +29,7 @@ def can_plant(scheduler: Any) -> bool:
         and not tree.disable
         and parts == ["FULL"]
         and int(tree.page_size) == int(allocator.page_size)
-        # attributes of a hierarchical cache, and of an external store
-        and getattr(tree, "cache_controller", None) is None
+        and getattr(tree, "cache_controller", None) is None  # a hierarchical cache's
         and getattr(tree, "linker", None) is None  # an external store's
     )
 

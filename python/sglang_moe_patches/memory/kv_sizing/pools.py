@@ -98,8 +98,8 @@ class ElasticPools:
     # --- Sizes ---------------------------------------------------------------------------------------------------
 
     def counts_for(self, tokens: int) -> TokenCounts:
-        """Return the token counts of all kinds of layers for a KV cache size. The counts are interpolated between
-        ``first`` and ``top``, and proportional to the size below ``first``.
+        """Return the token counts of all kinds of layers for a KV cache size. Between the first and the largest size of
+        the KV cache, the counts are interpolated. Below the first size, they are proportional to the size.
 
         :param tokens: KV cache size, which this method rounds down to whole pages.
         """
@@ -241,7 +241,7 @@ class ElasticPools:
     def make_buffer(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Make a tensor over reserved addresses, and map memory for its first rows.
 
-        :returns: ``None`` if no dimension counts tokens or pages.
+        :returns: the tensor; ``None`` if no dimension of ``shape`` counts tokens or pages.
         """
         for axis, size in enumerate(shape):
             for part, top in self.top._asdict().items():
@@ -369,10 +369,10 @@ def _tensors_of(owner: Any) -> Iterator[Any]:
 
 
 def _reset_free_rows(table: Any) -> None:
-    """Set the free rows of a request table to slot 0, which always has memory.
+    """Write slot 0, which always has memory, into all free rows of a request table.
 
-    A captured decode reads a slot for each row of its padding. Up to 0.5.12.post1, a padding row contains slots of the
-    previous request in this row. These slots may have lost their memory.
+    A captured decode also reads a slot for each padding row. Up to 0.5.12.post1, a padding row still contains the slots
+    of an ended request. These slots may have lost their memory.
     """
     import torch
 

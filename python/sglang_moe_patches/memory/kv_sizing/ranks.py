@@ -115,7 +115,7 @@ def _gather_bytes(payload: bytes, ranks: int, group: Any) -> list[bytes]:
 
 
 def share_secret() -> bytes:
-    """Return the same random bytes on every rank. Collective, through the engine's own process group."""
+    """Return the same random bytes on every rank. Every rank must call this function at the same point."""
     return bytes.fromhex(all_gather(secrets.token_hex(SECRET_BYTES), str)[0])
 
 
@@ -215,7 +215,7 @@ class Board:
         if self.ranks > 1:
             self._store, self._rank, self.ranks = _store()
         self._own: dict[str, str] = {}
-        """Text of each topic that this rank has published, and an empty text for each flag that it has raised."""
+        """Texts that this rank has published, by their topics. A flag that this rank has raised has an empty text."""
 
     def publish(self, topic: str, value: Any) -> None:
         """Publish this rank's value on a topic, for all ranks to read.
@@ -278,7 +278,8 @@ class Board:
 
 @dataclass(frozen=True)
 class Order:
-    """Action that every rank carries out in the turn in which it receives the order. Subclasses are the kinds."""
+    """Base class of rank 0's orders, such as the order to shrink the KV cache. Every rank carries out an order in the
+    turn (iteration of the event loop) in which it receives the order."""
 
 
 @dataclass(frozen=True)

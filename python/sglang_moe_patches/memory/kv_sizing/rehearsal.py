@@ -1,18 +1,18 @@
 """A rehearsal: the largest forward passes of a server, run through the scheduler's own inbox and outbox.
 
-Rank 0 puts requests into the scheduler's *inbox*, the socket of its requests (:mod:`.load_driver`). Each rank swallows
-the answers in its *outbox*, the sockets of its answers. Everything in between is the engine's code: broadcast to the
+Rank 0 puts requests into the scheduler's *inbox*, the socket of its requests (:mod:`.load_driver`). Each rank discards
+the answers at its *outbox*, the sockets of its answers. Everything in between is the engine's code: broadcast to the
 ranks, admission, chunking, overlap, sampling. The end of the rehearsal takes back every change of the scheduler.
 
 A *turn* is one iteration of the scheduler's event loop. A *phase* is the set of requests that makes one kind of largest
 forward pass, and its *bound* is the least sizes that this forward pass must have. An *order* is a message of rank 0
 that all ranks carry out in the same turn.
 
-With data-parallel attention each rank has an inbox of its own, so requests travel as orders do
-(:class:`.ranks.Orders`). Every rank unpacks the same requests in the same turn, and all ranks run the same batches in
-step. A phase is reached when the tokens of all ranks together reach its bound. The rehearsal ends with a flush of the
-prefix cache, which all ranks read in the same turn. The stages of a pipeline follow one another: each stage passes its
-requests on to the next.
+With data-parallel attention, each rank has its own inbox. Rank 0 therefore broadcasts the requests, as it broadcasts
+orders (:class:`.ranks.Orders`). All ranks read the same requests in the same turn, and run the same batches. A phase is
+reached when the tokens of all ranks together reach its bound. The rehearsal ends with a flush of the prefix cache,
+which all ranks read in the same turn. The stages of a pipeline follow one another: each stage passes its requests on to
+the next.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REHEARSAL_TIMEOUT_S = 300.0
 """Seconds after which a rehearsal begins no further phase. The engine's warm-up request waits for the rehearsal, and
 gives up after ten minutes."""
 ABANDON_AFTER_S = 60.0
-"""Seconds from :data:`REHEARSAL_TIMEOUT_S` to the time at which the rehearsal ends without a result, even if requests
+"""Seconds that a rehearsal may take beyond :data:`REHEARSAL_TIMEOUT_S`. Then it ends without a result, even if requests
 still run."""
 STUCK_AFTER_S = 10.0
 """Seconds without a forward pass after which a rehearsal concludes that the scheduler will not admit its waiting
@@ -71,11 +71,12 @@ METRIC_SWITCHES = ("enable_metrics", "current_scheduler_metrics_enabled")
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of a rehearsal on one rank, in bytes. Only rank 0 sets ``phases``, ``missed`` and the last two fields.
+    """Result of a rehearsal on one rank, in bytes. Only rank 0 sets ``phases``, ``missed``, ``fewer_requests`` and
+    ``restart_requests``.
 
     :param lowest: lowest free memory in the rehearsal.
-    :param expected: estimate of the free memory that would be left by a forward pass that did not run for lack of
-        memory. The estimate may be negative. It is infinite if no forward pass lacked memory.
+    :param expected: estimate of the memory that stays free in a forward pass that was too large to run. The estimate
+        may be negative. It is infinite if no forward pass was too large.
     :param free: free memory when the rehearsal began, after CUDA graphs were captured.
     :param graphs: memory of the decode graphs.
     :param slack: memory that PyTorch's allocator keeps in addition to the largest sum of tensors.
@@ -109,7 +110,7 @@ def timeout_s() -> float:
 
 
 def abandon_after_s() -> float:
-    """Return the seconds from :func:`timeout_s` to the time at which the rehearsal ends without a result."""
+    """Return the seconds that a rehearsal may take beyond :func:`timeout_s` before it ends without a result."""
     return min(ABANDON_AFTER_S, warmup_limit_s() / 4)
 
 
@@ -191,7 +192,8 @@ class Rehearsal:
         self._watch_forwards()
 
     def end(self) -> None:
-        """Restore the scheduler's state. This never raises, because the other ranks wait for this rank afterwards."""
+        """Restore the scheduler's state. This method never raises, because other ranks would wait for a failed
+        rank."""
         while self._undo:
             try:
                 self._undo.pop()()
@@ -359,7 +361,7 @@ class Rehearsal:
         """Return whether the scheduler has waiting requests, and runs no request that could free slots for them.
 
         The engine admits a request if enough KV cache slots are free, or can be freed while the request's own prefix is
-        in use. It does not report that it will never admit a request.
+        in use. The engine does not report that it will never admit a request.
         """
         if time.monotonic() - self._last_forward < STUCK_AFTER_S:
             return False

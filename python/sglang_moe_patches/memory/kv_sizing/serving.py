@@ -182,8 +182,9 @@ class Serving:
         metrics.show(GIVEN_BACK, 0)
 
     def run_turn(self) -> None:
-        """If the KV cache is to shrink, remove free slots from the allocator's free lists. Read the free memory every
-        :data:`SAMPLE_INTERVAL_S` seconds. The scheduler's event loop calls this method in every turn."""
+        """Read the free memory every :data:`SAMPLE_INTERVAL_S` seconds. While the KV cache shrinks, remove the free
+        slots after its new size from the allocator's free lists. The scheduler's event loop calls this method in every
+        turn."""
         memory = self._memory
         is_due = memory.clock() >= memory.next_reading
         if is_due or self._is_shrinking:
@@ -231,9 +232,9 @@ class Serving:
     def _send_goal(self, missing_bytes: int, *, repeat: bool) -> None:
         """Order all ranks to free ``missing_bytes`` of the KV cache.
 
-        The KV cache never becomes smaller than a *bound*: the floor or the longest request, whichever is larger. The
-        bound falls when this request ends. At the bound, the server frees nothing, warns once and goes on. A forward
-        pass may then run out of memory.
+        The KV cache never becomes smaller than a *bound*: the size for the longest request, or the floor
+        (:func:`floor_tokens`) if it is larger. The bound falls when the longest request ends. At the bound, the server
+        frees nothing, warns once and goes on. A forward pass may then run out of memory.
 
         :param repeat: send the order even if no memory can be freed. A rank that is still short then reports again.
         """
@@ -302,8 +303,8 @@ class Serving:
         token_count.set_token_count(self._scheduler, counts, longest_request)
 
     def _withdraw(self) -> None:
-        """Remove the slots of the tail that requests have freed since the last turn from the allocator's free lists.
-        Unmap the memory that no slot in use needs any more."""
+        """While the KV cache shrinks, withdraw the free slots after its new size: remove these slots from the
+        allocator's free lists. Unmap the memory after the last slot that is not withdrawn."""
         now = self._pools.counts
         if self._retirement is None and self._goal < now.tokens:
             wanted = self._counts_in_whole_pages(max(self._goal, self._longest_request()))
@@ -401,10 +402,10 @@ def floor_tokens(scheduler: Any, pools: ElasticPools) -> int:
 
 
 def spare_tokens(scheduler: Any) -> float:
-    """Return the number of free KV cache tokens that a partly computed prompt does not need; infinite if no prompt is
-    partly computed.
+    """Return the number of free KV cache tokens that a partly computed prompt does not need.
 
-    The engine computes the next chunk of such a prompt without checking whether there is room.
+    The engine computes the next chunk of such a prompt without checking whether there is room. The number is infinite
+    if no prompt is partly computed, or if the engine checks for room, as it does with sliding windows.
     """
     chunked = getattr(scheduler, "chunked_req", None)
     if chunked is None:
@@ -589,8 +590,8 @@ class Retirement:
 # The engine's default limit is thousands of requests. Sampling with penalties may allocate eighteen numbers for each
 # request and each token of the vocabulary: 22 GB for 2,048 requests and 151,936 tokens. A stock server then ends with
 # an out-of-memory error. The rehearsal runs such sampling with as many requests as the largest decode graph has. A
-# batch gets no more requests than that while a request of the batch, or a waiting request, asks for such sampling.
-# Without such requests, a batch has more requests if these cost at most a thirty-second of the KV cache.
+# batch gets no more requests than this graph while a request of the batch, or a waiting request, asks for such
+# sampling. Without such requests, a batch has more requests if these cost at most a thirty-second of the KV cache.
 
 
 def is_penalized(request: Any) -> bool:

@@ -55,13 +55,13 @@ class LaunchMemory:
 
     @property
     def set_aside(self) -> float:
-        """Bytes that the fraction leaves free in addition to weights and KV cache."""
+        """Bytes that ``--mem-fraction-static`` leaves free in addition to weights and KV cache."""
         return self.free_before_load * (1 - self.fraction)
 
 
 def find_larger_fraction(launches: Sequence[LaunchMemory], cache_bytes: int, margin: int) -> float | None:
-    """Return a larger fraction for the rehearsal, if the engine's own fraction leaves the KV cache fewer than
-    ``cache_bytes`` bytes.
+    """Return a larger ``--mem-fraction-static`` (*fraction*) for the rehearsal, if the engine's own fraction leaves too
+    few bytes for the KV cache.
 
     :param launches: memory of all ranks; the rank with the least free memory counts.
     :param cache_bytes: bytes that a rehearsal needs in the KV cache of each rank.
@@ -111,14 +111,14 @@ class RankNeed:
 
 
 def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[int, str]:
-    """Decide on the KV cache size of a server, in tokens. If it is not the size that fits into memory, give the reason.
+    """Decide on the KV cache size of a server, in tokens.
 
-    All ranks get the same size: the tokens that fit on the rank with the least memory.
+    All ranks get the same size. Usually this is the number of tokens that fits on the rank with the least memory.
 
     :param now: tokens for which memory is mapped now.
     :param most: tokens for which addresses are reserved, or the user's limit if it is smaller.
     :param least: smallest KV cache size that is allowed.
-    :returns: the number of tokens, and the reason. The reason is empty if this many tokens fit into memory.
+    :returns: the number of tokens, and a reason. The reason is empty if the number follows from the measured memory.
     """
     if failures := [f"rank {rank}: {need.failure}" for rank, need in enumerate(needs) if need.failure]:
         return now, f"the rehearsal failed: {'; '.join(failures)}"
@@ -147,7 +147,7 @@ def largest_phases(phases: Mapping[str, int]) -> str:
 
 
 def pinned_fraction(launch: LaunchMemory, more_bytes: float) -> float | None:
-    """Return the ``--mem-fraction-static`` with which a stock server has the same KV cache size.
+    """Return the ``--mem-fraction-static`` with which a stock server has the KV cache size of this server.
 
     :param more_bytes: number of bytes by which the KV cache is larger than with ``launch.fraction``.
     :returns: the fraction, rounded down; ``None`` if no fraction gives this size.

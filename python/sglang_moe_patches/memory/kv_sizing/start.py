@@ -129,7 +129,7 @@ class ServerStart:
         self.metrics = serving.Metrics(arguments_of(scheduler.server_args), reservation.gpu)
         self.orders = ranks.Orders(scheduler, self.obey)
         self.needs: list[RankNeed] = []
-        """Needs that all ranks published after the last rehearsal."""
+        """Memory needs (:class:`.RankNeed`) of all ranks, by the last rehearsal."""
         self._rehearsal: Rehearsal | None = None
         self._serving: serving.Serving | None = None
         self._pass = self._fewer_requests = self._exceptions = 0
@@ -143,7 +143,8 @@ class ServerStart:
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
 
     def begin(self, problem: str) -> None:
-        """Begin the start. If a rank has a problem, all ranks serve with the engine's KV cache size. Collective.
+        """Begin the start. If a rank has a problem, all ranks serve with the engine's KV cache size. All ranks must
+        call this method at the same point.
 
         :param problem: reason why this rank's KV cache cannot be resized; empty if it can.
         """
@@ -276,7 +277,8 @@ class ServerStart:
             self._fail_rehearsal(problem)
 
     def _survives_exception(self) -> bool:
-        """Return whether the server can go on after an exception: a rehearsed forward pass has failed on all ranks.
+        """Return whether the server can go on after an exception in the event loop. It can if a rehearsed forward pass
+        has failed on all ranks.
 
         A rank that failed alone cannot go on, because the other ranks wait for it in a collective. Stages of a pipeline
         run different forward passes, so a stage always fails alone.
@@ -373,7 +375,8 @@ class ServerStart:
         """Return the number of requests with which the first rehearsal starts over; ``None`` if it does not start over.
 
         If ``--max-running-requests`` is not given, the rehearsal also runs decodes of more requests than the largest
-        CUDA graph has. If these would make the KV cache smaller than the engine's own, it starts over with fewer.
+        CUDA graph has. If these decodes would make the KV cache smaller than the engine's own, the rehearsal starts
+        over with fewer requests.
 
         The result 0 means that the number of requests stays, and only the number of penalized requests is limited.
 

@@ -46,11 +46,12 @@ HOLDERS = (
     *("draft_worker.draft_worker.draft_runner", "draft_worker.draft_model_runner", "draft_worker.draft_tp_worker"),
     *("invariant_checker", "pool_stats_observer", "load_inquirer", "kv_events_publisher"),
 )
-"""Paths of attributes from the scheduler to the objects that have attributes of :data:`COUNTS`. Each release has about
-half of these objects."""
+"""Paths to the objects of the engine that store a number of KV cache tokens, such as ``max_total_num_tokens``. A path
+is a chain of attribute names that begins at the scheduler. The empty path is the scheduler itself. Each release has
+only about half of these objects."""
 REQUEST_LENGTHS = ("", "tp_worker", "beam_coordinator")
-"""Paths of attributes from the scheduler to the objects that limit the length of a request by the number of KV cache
-tokens."""
+"""Paths to the objects of the engine that limit the length of a request by the number of KV cache tokens. A path is a
+chain of attribute names, as in :data:`HOLDERS`."""
 
 
 def unknown_allocator(allocator: Any) -> str:
@@ -64,8 +65,8 @@ def unknown_allocator(allocator: Any) -> str:
 
 
 def parts_of(allocator: Any) -> list[tuple[str, Any]]:
-    """Return the fields of :class:`TokenCounts` that an allocator uses. Each field comes with the allocator for the
-    slots of its layers."""
+    """Return pairs of a :class:`TokenCounts` field's name and the allocator whose size is this field. An allocator for
+    sliding windows consists of two allocators, and gives two pairs. Any other allocator gives one pair, with itself."""
     if hasattr(allocator, "full_attn_allocator"):
         return [("full", allocator.full_attn_allocator), ("window", allocator.swa_attn_allocator)]
     return [("tokens", allocator)]
@@ -117,8 +118,8 @@ def _follow_path(owner: Any, path: str) -> Any:
 
 
 def _set_attributes(owner: Any, values: Mapping[str, int]) -> None:
-    """Set some attributes of an object, if the object already has them as integers. The object may be a frozen
-    dataclass."""
+    """Set each attribute that the object already has as an integer. A new value of 0 is ignored. The object may be a
+    frozen dataclass."""
     for name, value in values.items():
         if value and isinstance(getattr(owner, name, None), int):
             try:
