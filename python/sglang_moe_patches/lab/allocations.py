@@ -1,8 +1,8 @@
 """Model of PyTorch's caching allocator, and a recorder of the memory that a function allocates and frees.
 
-They show how much GPU memory PyTorch's allocator would reserve for the function, and how much of this memory no tensor
-could use. No GPU is needed: the function runs on the CPU. If its tensors are too large, it runs on PyTorch's ``meta``
-device.
+Together they show how much GPU memory PyTorch's allocator would reserve if the function ran on a GPU, and how much of
+this memory no tensor uses. No GPU is needed, because the function runs on the CPU. If its tensors are too large for the
+CPU's memory, the function runs on PyTorch's ``meta`` device.
 
 The model follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.11 and 2.14 with default settings, one stream and
 no limit of memory. It supports only one setting, ``max_split_size_mb``.

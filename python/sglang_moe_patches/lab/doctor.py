@@ -86,8 +86,8 @@ def _examine_here() -> dict[str, Any]:
 
 
 def _describe_wrong_values() -> list[str]:
-    """Return one error message for each environment variable with a wrong value. Only servers in which the variable's
-    change applies refuse this value."""
+    """Return one error message for each environment variable with a wrong value. A server refuses the value only if
+    the change that the variable configures applies to the server."""
     lines = []
     for change, variable in patch.list_variables(CHANGES):
         try:
@@ -98,7 +98,7 @@ def _describe_wrong_values() -> list[str]:
 
 
 def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
-    """Return the plan of a change for a server that is started without options on a GPU, with the environment of this
+    """Return the plan of a change for a server on a GPU. The server has no options, and the environment of this
     process."""
     if engine.is_plugin_left_out():
         reason = (

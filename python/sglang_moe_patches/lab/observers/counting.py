@@ -175,8 +175,8 @@ def read_input(dispatch_output: Any) -> MoeInput | None:
 
 
 def describe_actions(statuses: Sequence[ChangeStatus], acted: Acts) -> list[str]:
-    """Return one sentence for each active change with counters: its actions, or the reason why it did nothing. The list
-    is empty if nothing was observed."""
+    """Return one sentence for each active change that has counters. The sentence lists the change's actions, or says
+    why the change did nothing. The list is empty if nothing was observed."""
     if not (acted.layers or acted.acts):
         return []
     return [f"{name}: {_describe_change(counts, acted)}" for name, counts in active_counts(statuses).items() if counts]

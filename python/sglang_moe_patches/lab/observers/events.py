@@ -36,21 +36,21 @@ class Memory:
     device: str | None = None
     """Type of the device: 'cpu' or 'cuda'; ``None`` before the first forward pass."""
     peak_forward_bytes: int | None = None
-    """Peak of the bytes that the forward pass with the most tokens allocates; ``None`` without CUDA. If several forward
-    passes have as many tokens, the smallest peak counts. It contains no workspaces that a library allocates only
-    once."""
+    """Peak of the bytes that the forward pass with the most tokens allocates; ``None`` without CUDA. Of several forward
+    passes with the most tokens, the smallest peak counts, because a peak may contain workspaces that a library
+    allocates only once."""
     live_at_kernel_bytes: int | None = None
-    """Growth of the memory of tensors, in bytes, from the start of a forward pass to the start of one of its MoE
-    kernels. The figure is the largest growth in the forward pass with the most tokens. If several forward passes have
-    as many tokens, the smallest of their figures counts."""
+    """Growth of the memory of tensors, in bytes, from the start of the forward pass with the most tokens to the start
+    of a MoE kernel. Of all MoE kernels of the forward pass, the largest growth counts. Of several forward passes with
+    the most tokens, the smallest growth counts."""
     tokens: int = 0
     """Largest number of tokens in one forward pass."""
     forwards: int = 0
     moe_layers: int | None = None
     """Largest number of MoE kernels that ran in one forward pass."""
     output_buffers: int | None = None
-    """Largest number of different buffers into which the MoE kernels of one forward pass wrote their outputs; ``None``
-    if the output tensor of a kernel was unknown in every forward pass."""
+    """Largest number of different buffers into which the MoE kernels of one forward pass wrote their outputs. Only
+    forward passes whose output tensors are all known count; ``None`` if there was no such forward pass."""
     kernel_buffer_bytes: int | None = None
     """Bytes of the buffers that CuteDSL's wrapper objects keep between forward passes; ``None`` if they keep none."""
     cache_token_bytes: float | None = None
@@ -59,8 +59,8 @@ class Memory:
     """Largest growth of the memory that PyTorch's allocator reserves, since the first forward pass began; ``None``
     without CUDA."""
     slack_bytes: int | None = None
-    """Part of ``reserved_bytes`` that tensors never used: ``reserved_bytes`` minus the largest growth of the memory
-    that tensors use; ``None`` without CUDA."""
+    """Difference between ``reserved_bytes`` and the largest growth of the memory that tensors use; ``None`` without
+    CUDA. Tensors never used this part of the reserved memory."""
     gpu: str = ""
     """Name of the GPU model; empty without CUDA."""
 
@@ -122,8 +122,8 @@ class Process:
 
     :param changes: status of each change.
     :param memory: memory figures.
-    :param acted: actions of the changes. Repeated actions are written only every hundred forward passes, so the last of
-        them may be missing.
+    :param acted: actions of the changes. If actions only repeat, the record is written every hundred forward passes, so
+        it may lack the last actions.
     :param failure: error that ended the observation; empty if there was no error.
     """
 
@@ -170,8 +170,8 @@ def collect(folder: Path) -> Process | None:
 
 
 def merge(records: Sequence[Acts]) -> Acts:
-    """Merge the actions of several processes. Tensor-parallel ranks do the same in the same layers. If several
-    processes recorded the same action in a layer, the largest numbers therefore count, and not the sum."""
+    """Merge the actions of several processes. If several processes recorded the same action in the same layer, the
+    largest numbers count and not the sum, because tensor-parallel ranks perform the same actions."""
     acts: dict[tuple[Any, ...], Act] = {}
     for act in (act for record in records for act in record.acts):
         known = acts.get(act[:3], act)

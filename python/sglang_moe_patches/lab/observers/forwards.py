@@ -60,8 +60,8 @@ class Observer:
         self.unknown_outputs = 0
         """Number of MoE kernels of the current forward pass whose output tensor is not known."""
         self.live = 0
-        """Bytes that the current forward pass had allocated when a MoE kernel started: the largest value of all its
-        kernels so far."""
+        """Bytes that the current forward pass had allocated when a MoE kernel started: the largest value of all MoE
+        kernels of this forward pass so far."""
         self.wrappers: WeakSet[Any] = WeakSet()
         """CuteDSL's wrapper objects that ran a kernel."""
         self.tally: counting.Tally | None = None
@@ -121,8 +121,8 @@ class Observer:
             self.live = max(self.live, allocated - self.allocated_before)
 
     def start_layer(self, layer: Any) -> None:
-        """Observe the start of a MoE layer. The layer counts as one kernel, unless its runner's kernels are observed
-        themselves (TRT-LLM and CuteDSL).
+        """Observe the start of a MoE layer. The layer counts as one kernel, unless the observer wraps the kernels of
+        the layer's runner (TRT-LLM and CuteDSL).
 
         :param layer: the engine's ``FusedMoE``.
         """
@@ -159,8 +159,8 @@ class Observer:
             self.peak_growth = max(self.peak_growth, torch.cuda.max_memory_allocated() - self.baseline[0])
             memory.reserved_bytes = max(memory.reserved_bytes or 0, torch.cuda.memory_reserved() - self.baseline[1])
             memory.slack_bytes = max(0, memory.reserved_bytes - self.peak_growth)
-        # Once a MoE kernel was observed, a forward pass without one does not count: it replays a CUDA graph, which
-        # allocates nothing.
+        # After the first observed MoE kernel, a forward pass without a MoE kernel does not count, because it replays a
+        # CUDA graph and allocates nothing.
         if self.is_measuring and (self.kernels or not memory.moe_layers):
             peak = torch.cuda.max_memory_allocated() - self.allocated_before if memory.device == "cuda" else None
             same = self.tokens == memory.tokens
@@ -237,8 +237,8 @@ def install(folder: str, plans: Mapping[str, Plan]) -> None:
 
 
 def _observe_forwards(observer: Observer) -> None:
-    """Wrap ``ModelRunner.forward``, so that the observer sees every forward pass. A forward pass that a CUDA graph
-    captures, such as a draft model's, is not observed."""
+    """Wrap ``ModelRunner.forward``, so that the observer sees every forward pass. A forward pass that runs while a CUDA
+    graph is captured, such as a draft model's, is not observed."""
     import torch
     from sglang.srt.model_executor.model_runner import ModelRunner
 

@@ -21,8 +21,8 @@ from sglang_moe_patches.memory.kv_sizing import eligibility, engine_rule
 from sglang_moe_patches.memory.kv_sizing.pools import GIB, unknown_pool_reason
 
 FRACTION_STEP = 0.01
-"""Step to which a ``--mem-fraction-static`` is rounded. A smaller step would not be more exact, because the memory that
-CUDA and NCCL hold is not known to the last megabyte."""
+"""Step to which a ``--mem-fraction-static`` is rounded. A smaller step would not make it more exact, because the memory
+that CUDA and NCCL use is not known exactly."""
 HELD_BYTES = 1_200_000_000
 """Bytes of a GPU that CUDA and the engine's libraries use before the engine makes its KV cache. The value was measured
 on an H100 with one rank. On H200s, up to 2,800 MB were measured. ``MEASURED`` in
@@ -46,8 +46,8 @@ class Fit:
     :param unknown: reason why ``tokens`` is not known.
     :param token_bytes: bytes that the engine allocates for each token of the KV cache; ``None`` if not known.
     :param context: tokens of the longest request that the engine accepts.
-    :param begins_with: larger fraction with which kv-sizing begins, if the engine's own fraction leaves too few tokens
-        for the KV cache; ``None`` if kv-sizing begins with the engine's own fraction.
+    :param begins_with: fraction for kv-sizing's first KV cache, if the engine's own fraction is too small for this
+        cache; ``None`` if the engine's own fraction is used.
     :param images: bytes that the engine's rule for the KV cache size reserves for images.
     :param limited: whether ``--max-total-tokens`` bounds the KV cache.
     """
@@ -123,10 +123,10 @@ def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
     cache.
 
     :param runner: model runner, as :func:`make_runner` makes it.
-    :param fit: memory of the server. The fields about the KV cache are not set yet.
+    :param fit: memory figures of the server, without the figures of the KV cache.
     :param sizes: whether the server's arguments let kv-sizing size the KV cache.
-    :returns: the fit with the KV cache, and the reason. The reason is empty if kv-sizing would size the KV cache, or if
-        only a server that runs could find a reason.
+    :returns: ``fit`` with the figures of the KV cache, and the reason. The reason is empty if none is found. A running
+        server may still find a reason.
     """
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)

@@ -208,10 +208,10 @@ def main() -> None:
 def _translate_refusals(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
     """Context manager that raises :class:`Refused` in place of the engine's errors about the arguments or the model.
 
-    Errors that come from the missing GPU stay as they are. Such an error was raised by a module in
-    ``_HARDWARE_PACKAGES``.
+    If the missing GPU causes an error, a module in ``_HARDWARE_PACKAGES`` raises the error. The context manager does
+    not replace the errors of these modules.
 
-    :param but_by: names of further modules whose errors stay as they are.
+    :param but_by: names of further modules whose errors are not replaced.
     """
     try:
         yield
@@ -266,9 +266,9 @@ AT_LEAST_ONE = (
 
 
 def find_wrong_value(arguments: Mapping[str, Any]) -> str:
-    """Return an error message for an argument whose value must be a mistake; empty if all values are possible.
+    """Return an error message if an argument has an impossible value, such as ``--tp 0``; empty if no argument has one.
 
-    Some releases accept such values, and fail later in the start.
+    Some releases accept an impossible value, and fail later while they start.
     """
     fraction = arguments.get("mem_fraction_static")
     if fraction is not None and not 0 < fraction < 1:
@@ -412,12 +412,13 @@ _TOO_SMALL = "the layer's input has only the rank's own tokens, too few for the 
 
 
 def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: int, inner: int, hidden: int) -> None:
-    """Remove those effects from a change's decision that need a dead input, if this server has no usable dead input.
+    """Correct a change's decision about a *dead input*: the memory of a layer's input, which no code reads any more.
 
-    A *dead input* is the memory of a layer's input, which no code reads any more. Changes can write into it.
+    Some changes write their output or their activation into the dead input. In this server, the dead input may be
+    missing or too small. The function then removes these effects from the decision.
 
     :param decision: fields of the change's decision. This function edits the dictionary.
-    :param traced: whether prefills run in piecewise graphs.
+    :param traced: whether prefills run in piecewise graphs. The layers of such a graph offer no dead input.
     :param ranks: number of ranks of data-parallel attention. The layer's input has the tokens of one rank, and the
         activation has the tokens of all ranks.
     :param inner: columns of the activations of all experts to which a token is routed, together.
@@ -442,11 +443,11 @@ def _prefills_in_graphs(resolved: Mapping[str, Any]) -> bool:
 
 
 def _copied_fp8_outputs() -> list[str]:
-    """Return the kinds of FP8 quantization for which the engine copies the output of TRT-LLM's kernel, because it
-    passes no output tensor to the kernel.
+    """Return the kinds of FP8 quantization for which the engine copies the output of TRT-LLM's kernel. The engine
+    copies the output if it passes no output tensor to the kernel.
 
-    The function counts the copies in the engine's code. A single copy, as in 0.5.17, is for inputs with one scale for
-    each row.
+    The function counts the copies in the engine's code. If the engine copies only one output, as in 0.5.17, this is the
+    output for inputs with one scale for each row.
     """
     name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
     run = (
@@ -535,10 +536,10 @@ def claim_gpu(gpu: Gpu) -> None:
 def _ask_pools(
     server_args: Any, resolved: Any, model: Any, config: Any, stage: int, fit: Fit, *, sizes: bool
 ) -> tuple[Fit, str]:
-    """Add the size of the KV cache to a server's ``fit``, and find the reason why kv-sizing would not size the KV
-    cache.
+    """Complete a server's memory figures with the size of the KV cache, and find the reason why kv-sizing would not
+    size the KV cache.
 
-    :param fit: memory of the server. The fields about the KV cache are not set yet.
+    :param fit: memory figures of the server, without the figures of the KV cache.
     :param sizes: whether the server's arguments let kv-sizing size the KV cache. A stock server has no kv-sizing.
     :returns: the fit and the reason, as :func:`.engine_pools.ask` returns them.
     """
@@ -587,10 +588,10 @@ def _build_model(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
 
 
 def _keep_attributes_of_fake_tensors() -> None:
-    """Make fake parameters keep the attributes that the engine's models read.
+    """Add the attributes that the engine's models read to parameters that are fake tensors.
 
-    The engine passes the attributes to its own parameter classes. For a fake tensor, PyTorch makes a plain parameter
-    instead, and drops the attributes.
+    The engine passes the attributes to its own parameter classes. But for a fake tensor, PyTorch makes a parameter of
+    the plain class, which does not store the attributes.
     """
     from sglang.srt.layers.parameter import BasevLLMParameter
 
@@ -606,9 +607,10 @@ def _keep_attributes_of_fake_tensors() -> None:
 
 
 def _stand_in_for_missing_dispatchers() -> None:
-    """Give layers a stand-in for their dispatcher if its all-to-all package, such as DeepEP, is not installed.
+    """Make the engine create a stand-in for a layer's dispatcher if an all-to-all package, such as DeepEP, is not
+    installed.
 
-    A dispatcher moves tokens between ranks and has no weights. A query moves no tokens.
+    A query does not need the dispatcher, because a dispatcher has no weights and only moves tokens between ranks.
     """
     layer = engine.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
     create = getattr(layer, "create_moe_dispatcher", None)
@@ -626,8 +628,9 @@ def _stand_in_for_missing_dispatchers() -> None:
 def _loaded_element_bytes(model: Any, name: str, parameter: Any) -> int:
     """Return a parameter's bytes per element after the engine has processed the weights.
 
-    ``--quantization fp8`` quantizes 16-bit weights to one byte. Up to 0.5.13, DeepSeek-V4's methods load the scales of
-    MXFP4 experts in float32, and convert them to one byte.
+    The engine changes the size of two kinds of parameters after it has loaded them. ``--quantization fp8`` quantizes
+    16-bit weights to one byte. Up to 0.5.13, the scales of DeepSeek-V4's MXFP4 experts are loaded in float32, and then
+    converted to one byte.
     """
     size: int = parameter.element_size()
     module, _, own = name.rpartition(".")
@@ -653,9 +656,11 @@ def _drafts_with_own_layer(resolved: Any) -> bool:
 def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list[int], int]:
     """Return the weight bytes on one rank of each pipeline stage, and the weight bytes of a draft model with one layer.
 
-    The draft model is counted with its own embeddings and output head. A layer that was not built counts as the average
-    of the last built layers. The built model is the first stage of a pipeline, so it has the embeddings. The output
-    head of the last stage counts as many bytes as the embeddings.
+    Only the first layers were built, and of a pipeline only the first stage, which has the embeddings:
+
+    - Each other layer is assumed to be as large as the average of the last built layers.
+    - If there are several stages, the output head of the last stage is assumed to be as large as the embeddings.
+    - The draft model has its own embeddings and output head.
     """
     by_layer: dict[int, int] = {}
     outside = embeddings = 0
@@ -694,8 +699,8 @@ def _count_moe_layers(model: Any, start: int, end: int) -> int:
 
 
 def _leave_out_other_models(architectures: list[str]) -> None:
-    """Make the engine's registry import only those modules that name the model's classes. Importing all modules takes
-    seconds."""
+    """Make the engine import only those of its model modules in which the names of the model's classes occur. Importing
+    all modules takes seconds."""
     from sglang.srt import models
 
     files = [path for folder in models.__path__ for path in Path(folder).glob("*.py")]
@@ -726,7 +731,7 @@ four."""
 
 
 def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
-    """Make the process groups of all ranks of the server. The groups do not communicate."""
+    """Make the server's process groups, as the engine does on rank 0. The groups are fake and do not communicate."""
     import torch
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention

@@ -11,10 +11,11 @@ all places. The places and their tensors, in bytes:
   tensor (2HR) are alive. FP8 in blocks adds each GEMM's quantized input, with a float32 scale for every 128 columns.
 - Marlin needs 2IR + max(4IR, 2HR) + its output. With the change moe-workspace, which computes slices of W columns,
   Marlin needs max(6IR, 2IR + its output + W x (2R + bytes of one column's weights)).
-- The router of GLM-4-MoE and MiniMax-M2: its input in float32, 4H for each token.
-- Attention, while the output projection runs: attention's input (or the residual), the residual, the projection's
-  output, the output of attention, and queries, keys and values in every form that a Python name still refers to.
-- The MLP of the first layer, if this layer is dense: gate and up projections, and the activation.
+- The router of GLM-4-MoE and MiniMax-M2 converts its input to float32, which takes 4H for each token.
+- Attention has its peak while the output projection runs. These tensors are then alive: attention's input (or the
+  residual), the residual, the projection's output, the output of attention, and all tensors of queries, keys and values
+  that a Python name still refers to.
+- The MLP of the first layer counts if this layer is dense. Gate and up projections and the activation are alive.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ that all columns of a row share a scale."""
 NVFP4_INPUT_BYTES = 1 / 2 + 1 / 16
 """Bytes for one element of a GEMM's input in NVFP4: half a byte, and a scale of one byte for every 16 elements."""
 FP8_INPUT_BYTES = {BLOCKS: 1 + 4 / FP8_GROUP, "rows": 1.0}
-"""Bytes for one element of a GEMM's input in FP8, including its share of the scale. The key is the kind of
+"""Bytes of a GEMM's input in FP8 with its scales, divided by the number of elements. The key is the kind of
 quantization."""
 #: Bytes of a 4-bit weight on Marlin: four bits, and a scale of 16 bits for 32 rows. Larger groups take up to a tenth
 #: less.
 PACKED_BYTES = 0.5 + 2 / 32
-#: Splits in which the Triton attention backend computes a decode of latent attention: on Hopper GPUs, the number of SMs
-#: rounded up to a power of 2.
+#: Number of parts into which the Triton attention backend divides the attention of a decode with MLA. On Hopper GPUs,
+#: it is the number of SMs, rounded up to a power of 2.
 DECODE_SPLITS = 256
 PARTS = {
     "hidden": "hidden-size tensors",
@@ -50,7 +51,7 @@ PARTS = {
     "released": "freed: attention's buffer of the previous decode",
     "workspace": "temporary tensors of the MoE runner",
 }
-#: Name of the place in which a MoE runner is at work. ``PARTS`` are the parts of its memory.
+#: Name of the place (a step of the forward pass) at which a MoE runner works. ``PARTS`` are the parts of its memory.
 MOE = "the routed experts"
 RUNNERS = ("triton", "marlin", *runners.TRTLLM[:2])
 """MoE runners whose memory this module can predict, by their names for ``--moe-runner-backend``."""
@@ -211,8 +212,8 @@ def runner_bytes(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_in
     tensor of the second GEMM is as wide as a slice, and the weights of the slice exist twice.
 
     :param width: columns of a slice. If it is the hidden size, no slices are used.
-    :param dead_input: whether the runner can write into the layer's input after its last use. Marlin writes its output
-        there. Triton writes its activation there, if the activation fits.
+    :param dead_input: whether the runner can write into the *dead input*: the memory of the layer's input after its
+        last use. Marlin writes its output into the dead input. Triton writes its activation there, if it fits.
     """
     size, inner, rows = rank.hidden, rank.intermediate, tokens * rank.top_k
     activation = 2 * inner * rows

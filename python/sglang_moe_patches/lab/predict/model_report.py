@@ -84,8 +84,8 @@ class Server:
 def derive_effects(
     server: Server, shared_experts: bool, decided: Mapping[str, Decision]
 ) -> tuple[MemoryEffects, MemoryEffects]:
-    """Return the effects on the memory of a forward pass: in a stock server (the engine's own effects), and in a
-    patched server (these effects and the changes' effects).
+    """Return the effects on the memory of a forward pass, first for the stock server, then for the patched server. The
+    stock server has only the engine's own effects. The patched server also has the effects of the changes.
 
     :param shared_experts: whether the layers have shared experts that run separately from the routed experts.
     :param decided: decision of each applied change. The key is the change's name.
@@ -143,8 +143,8 @@ def describe_change(change: Change, answer: Mapping[str, Any], decision: Decisio
 def describe_fp4_weights(
     server: Server, answer: Mapping[str, Any], stock: Fit | None, fit: Fit | None
 ) -> dict[str, Any]:
-    """Return the row of the change fp4-weights in the report. The weights' format and the runner decide whether
-    fp4-weights acts.
+    """Return the row of the change fp4-weights in the report. Whether fp4-weights acts depends on the weights' format
+    and on the runner.
 
     :param answer: status and reason of the change.
     :param stock: memory of the stock server, with weights and loading; ``None`` if it is not known.
@@ -179,14 +179,16 @@ LAYOUT_RUNNERS = {
 weights."""
 
 WOULD_SIZE = "it would size this server"
-"""End of the reason in kv-sizing's row of the report, if kv-sizing is off but would size the server's KV cache."""
+"""Last words of kv-sizing's row of the report, if kv-sizing is off. They say that kv-sizing would size the server's KV
+cache if it were on."""
 
 
 def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) -> dict[str, Any]:
     """Return kv-sizing's row of the report. The row has the decision that the server itself would make.
 
     :param answer: value of ``kv_sizing`` in the engine query's answer.
-    :param does_start: whether the server starts with the ``--mem-fraction-static`` with which kv-sizing begins.
+    :param does_start: whether there is enough memory for the weights and for a first KV cache, which kv-sizing then
+        replaces by a larger one.
     """
     given, mode, unknown = answer["given"], answer["mode"], answer["unknown"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
@@ -210,8 +212,8 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
 
 
 INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **forward.FP8_INPUT_BYTES}
-"""Bytes for one element of the quantized input of TRT-LLM's kernels, in addition to the 16-bit element. The key is
-:attr:`Server.format` or :attr:`Server.quantization`."""
+"""Bytes that quantization adds for each element of the input of TRT-LLM's kernels. The 16-bit element itself is not
+counted. The key is a value of :attr:`Server.quantization`, or of :attr:`Server.format` without quantized inputs."""
 
 
 def predict(
@@ -220,8 +222,8 @@ def predict(
     """Predict the memory of a prefill chunk, stock and patched, and list the parts of the memory that are not known.
 
     :param acts: effects on the memory, in the stock server and in the patched server.
-    :returns: the two predictions, and the unknown parts in words. The predictions are ``None`` if the runner has no
-        formula, or if the formulas do not hold for the model's layers.
+    :returns: the two predictions, and descriptions of the unknown parts. The predictions are ``None`` if no formula
+        fits the server's runner or the model's layers.
     """
     model = sizes.model
     if server.runner not in forward.RUNNERS:

@@ -26,8 +26,8 @@ LIBRARY_BYTES = 130_000_000
 """Bytes of the workspaces that libraries allocate once. In servers without prefill graphs, 106 to 140 MB were
 measured."""
 PREFILL_GRAPH_PEAKS = {"piecewise": 2.2, "breakable": 3.3}
-"""Bytes that the prefill graphs keep allocated, as a multiple of an eager prefill's peak bytes. The prefill has as many
-tokens as the largest prefill graph. The key is the kind of prefill graphs."""
+"""Bytes that the prefill graphs keep allocated, divided by the peak bytes of an eager prefill with as many tokens as
+the largest prefill graph. The key is the kind of prefill graphs."""
 PREFILL_GRAPH_LAYER_BYTES = 6_000_000
 """Further bytes that the prefill graphs keep allocated for each layer."""
 CAPTURED_LOGITS = 3.0
@@ -45,14 +45,14 @@ PENALIZED_LOGITS, PENALIZED_LOGITS_NEWER = 17.0, 11.3
 """Bytes of a decode with penalties and a logit bias, as a multiple of the bytes of its logits. The first number was
 measured on SGLang 0.5.12.post1, the second number on 0.5.17."""
 VERIFIED_LOGITS = 2.7
-"""Bytes of a speculative decode, as a multiple of the bytes of its logits. A speculative decode verifies several rows
-of each request. The number is the same with and without penalties."""
+"""Bytes of a speculative decode, as a multiple of the bytes of its logits, which have several rows for each request.
+The same multiple is used with and without penalties."""
 HELD_PEAKS, HELD_PEAKS_SEGMENTS = 2.5, 1.0
 """Bytes that PyTorch's allocator keeps between forward passes, as a multiple of a prefill chunk's peak. The second
 number is for servers with the change activation-segments, the first number is for all others."""
 HELD_LOGITS = 4.0
-"""Further bytes that PyTorch's allocator keeps if decodes are too large for the decode graphs, as a multiple of the
-logits' bytes. Only the logits of the requests beyond the largest decode graph count."""
+"""Further bytes that PyTorch's allocator keeps if a decode can have more requests than the largest decode graph. The
+number is a multiple of the bytes of these further requests' logits."""
 HELD_MOST_BYTES = 4_500_000_000
 """Upper bound of the bytes that PyTorch's allocator keeps between forward passes: the largest measured value."""
 DECODE_SPLITS = 256
@@ -63,9 +63,10 @@ DEFAULT_REQUESTS = 2048
 EAGER_REQUESTS = 256
 """Limit of concurrent requests with penalties that kv-sizing uses if no decode graph is captured."""
 MARGIN_BYTES = KV_MARGIN.parse(KV_MARGIN.default)
-"""Bytes that stay free beside the need at the highest advised ``--mem-fraction-static``: kv-sizing's default margin."""
+"""Bytes that a server must have free in addition to its need (:class:`Need`): kv-sizing's default margin. The report
+advises no ``--mem-fraction-static`` that leaves less memory free."""
 NEED_ERROR = 0.2
-"""Relative error of the predicted need. The prediction was this close for four of five measured servers."""
+"""Assumed relative error of the predicted need. For four of five measured servers, the error was at most as large."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,8 @@ def _decode_bytes(decodes: Decodes, requests: int, *, penalties: bool = False, n
 
 
 def with_default_requests(decodes: Decodes, forwards: Forwards, cache_bytes: int) -> Decodes:
-    """Return a copy of ``decodes`` with the default limit of concurrent requests: the limit that kv-sizing sets if
-    ``--max-running-requests`` is not given.
+    """Return a copy of ``decodes`` with the limits of concurrent requests that kv-sizing sets if the server has no
+    ``--max-running-requests``.
 
     :param cache_bytes: bytes of the KV cache.
     """
@@ -281,8 +282,8 @@ class Room:
 
     @property
     def highest_fraction(self) -> float | None:
-        """Highest ``--mem-fraction-static`` that leaves enough memory free, rounded down; ``None`` if no value does, or
-        if the need is not known."""
+        """Highest ``--mem-fraction-static`` that leaves enough memory free, rounded down; ``None`` if there is no such
+        value, or if the need is not known."""
         least = self.fit.least_fraction
         if self.need is None or least is None:
             return None
@@ -296,8 +297,11 @@ class Room:
 
     @property
     def short_of(self) -> list[str]:
-        """Situations in which the server runs out of memory: kinds of forward passes such as :data:`PREFILL`, or else
-        :data:`GRAPHS` or :data:`MIXED_LOAD`."""
+        """Situations in which the server runs out of memory; empty if there are none.
+
+        The result is one of three: :data:`GRAPHS` alone; all kinds of forward passes that do not fit, such as
+        :data:`PREFILL`; or :data:`MIXED_LOAD` alone.
+        """
         if self.need is None or not self.fit.starts:
             return []
         if self.free < self.need.graphs:

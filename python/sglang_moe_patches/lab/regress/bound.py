@@ -4,15 +4,16 @@ Both servers answer the same ``n`` questions. A *loss* is a question that only t
 *gain* is a question that only the patched server answers correctly. The drop is the share of losses minus the share of
 gains. Nearly all questions are neither a loss nor a gain. The usual interval (the difference and 1.64 standard errors)
 is then too narrow: without losses and gains its width is zero. This module inverts an exact unconditional test instead.
-The null hypothesis is "the accuracy drops by at least ``drop``". The possible results of a run, called *tables*, are
-pairs of a number of losses and a number of gains. They are ordered by the score statistic:
 
-- The variance of the score comes from the most likely table with exactly this drop (Nam, Tango).
-- The p-value is the probability of all tables with at least this score, for the worst rate of gains. The sum over the
-  multinomial distribution is exact. Only the rates of gains are restricted to a grid (Hsueh and others).
+- The null hypothesis is "the accuracy drops by at least ``drop``".
+- The *score* of a run says by how many standard errors the run's drop is smaller than ``drop``. The standard error
+  uses those rates of losses and gains that differ by ``drop`` and make the run most likely (Nam, Tango).
+- The *p-value* of a run is the probability that another run has at least this score, if the true drop is ``drop``. The
+  rate of gains is not known. The p-value is computed for each rate on a grid, and the largest p-value counts (Hsueh and
+  others). For each rate, the sum over the multinomial distribution is exact.
 
-The bound is wrong with a probability of at most ``alpha``, whatever the true rates are. A true drop larger than
-``drop`` makes losses more probable and leaves gains unchanged, so tables with a high score become no more probable.
+The bound is wrong with a probability of at most ``alpha``, whatever the true rates are. If the true drop is larger than
+``drop``, losses are more probable, so a high score is no more probable.
 
 scipy and statsmodels have no interval for paired proportions: ``confint_proportions_2indep`` of statsmodels is for
 independent proportions. This module uses only the distributions of scipy.
@@ -37,11 +38,11 @@ POWER = 0.8
 """Probability of the verdict "no worse" with the number of questions from :func:`questions_for`, if both servers are
 equally good."""
 GRID_RATES = 160
-"""Number of rates of gains for which the p-value is computed. The largest p-value counts. The rates lie closer together
-near zero."""
+"""Number of rates of gains for which the p-value is computed. The largest of these p-values counts. Near zero, the
+rates lie closer together."""
 MIN_PROBABILITY = 1e-12
-"""Smallest probability of a number of gains that is examined. Less probable numbers of gains count toward the p-value
-with any number of losses, so that the p-value is never too small."""
+"""Numbers of gains with a probability up to this limit are not examined. Their whole probability is added to the
+p-value, so that the p-value is never too small."""
 TIE_TOLERANCE = 1e-9
 """Largest difference between two scores that count as equal."""
 
@@ -49,8 +50,8 @@ TIE_TOLERANCE = 1e-9
 def p_value(questions: int, losses: int, gains: int, drop: float) -> float:
     """Return the exact one-sided p-value of the null hypothesis that the accuracy drops by at least ``drop``.
 
-    The p-value is the probability that a run has at least the score (:func:`_scores`) of this run, if the true drop is
-    ``drop``. The true rate of gains is unknown, so the rate with the largest probability counts.
+    The p-value is the probability that another run has at least this run's score (:func:`_scores`), if the true drop is
+    ``drop``. The true rate of gains is unknown, so the rate that makes this probability largest is used.
 
     :param drop: drop in accuracy as a share, above 0 and below 1.
     """
@@ -60,8 +61,8 @@ def p_value(questions: int, losses: int, gains: int, drop: float) -> float:
 def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, threshold: float) -> float:
     """Return the upper end of the one-sided confidence interval of the drop, at the level ``1 - alpha``.
 
-    :param threshold: a drop, as a share. The result is at most the threshold exactly if :func:`p_value` of the
-        threshold is at most ``alpha``.
+    :param threshold: a drop, as a share. If and only if :func:`p_value` of this drop is at most ``alpha``, the result
+        is at most ``threshold``.
     :returns: the drop as a share of the questions, accurate to 0.0001.
     """
     is_below = p_value(questions, losses, gains, threshold) <= alpha
@@ -132,13 +133,13 @@ def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> 
 
 
 def _variance(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """Return the variance of (losses - gains) for one question, with the most likely rates of losses and gains whose
-    difference is ``drop``."""
+    """Return the variance of (losses - gains) for one question. The rates of losses and gains are those that differ
+    by ``drop`` and make the run most likely."""
     return 2 * _likeliest_gains(questions, losses, gains, drop) + drop - drop * drop
 
 
 def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
-    """Return the score of each run: the distance of the run's drop below ``drop``, in standard errors."""
+    """Return the score of each run: the number of standard errors by which the run's drop is smaller than ``drop``."""
     import numpy as np
 
     return (questions * drop - (losses - gains)) / np.sqrt(questions * _variance(questions, losses, gains, drop))
@@ -148,10 +149,12 @@ def _scores(questions: int, losses: Any, gains: Any, drop: float) -> Any:
 
 
 def _max_losses(questions: int, score: float, drop: float) -> Any:
-    """Return, for each number of gains, the largest number of losses whose score is at least ``score``.
+    """Return, for each number of gains, the largest number of losses with which a run has at least the score ``score``.
 
-    :returns: array of shape [questions + 1], indexed by the number of gains. The value is -1 if even zero losses have a
-        lower score. The numbers are found by bisection, because the score falls with each loss.
+    The function finds the numbers by bisection, because each further loss lowers the score.
+
+    :returns: array of shape [questions + 1], indexed by the number of gains. The value is -1 if a run without losses
+        has a lower score.
     """
     import numpy as np
 
@@ -165,12 +168,12 @@ def _max_losses(questions: int, score: float, drop: float) -> Any:
 
 
 def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any) -> Any:
-    """Return the probability that a run has at most ``max_losses`` losses for its number of gains. The result has one
-    probability for each pair of rates of losses and gains.
+    """Return the probability that a run has no more losses than ``max_losses`` allows for the run's number of gains.
+    The result has one probability for each pair of rates.
 
-    :param max_losses: largest number of losses for each number of gains: array of shape [questions + 1].
-    :param losses: array of shape [rates]: shares of losses.
-    :param gains: array of shape [rates]: shares of gains.
+    :param max_losses: allowed number of losses for each number of gains: array of shape [questions + 1].
+    :param losses: rates of losses: array of shape [rates].
+    :param gains: rates of gains: array of shape [rates].
     """
     import numpy as np
     from scipy.stats import binom
@@ -186,8 +189,8 @@ def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any)
 
 
 def _max_probability(questions: int, score: float, drop: float) -> float:
-    """Return the probability that a run has a score of at least ``score``, if the true drop is ``drop``. The rate of
-    gains with the largest probability counts."""
+    """Return the probability that a run has a score of at least ``score``, if the true drop is ``drop``. The result is
+    the largest probability among all rates of gains on the grid (:data:`GRID_RATES`)."""
     import numpy as np
 
     rates = (1 - drop) / 2 * (np.arange(GRID_RATES) / GRID_RATES) ** 2

@@ -174,7 +174,7 @@ class Comparison:
 
     @property
     def conclusive(self) -> bool:
-        """Whether the verdict is "worse" or "no worse". It always is if identical answers are required."""
+        """Whether the verdict is "worse" or "no worse". With ``require_identical``, this is always true."""
         return self.worse or self.require_identical or self.is_within_max_drop
 
     @property
@@ -193,8 +193,8 @@ class Comparison:
     def accuracy_can_tell(self) -> bool:
         """Whether the stock server answers enough questions correctly for a comparison.
 
-        The number is enough if a patched server without any correct answer would be significantly worse, by more than
-        ``max_drop``.
+        If a patched server answered no question correctly, the comparison must find it significantly worse, with a drop
+        of more than ``max_drop``.
         """
         few = self.detectable_drop is None or self.stock.correct < self.detectable_drop
         return not few and 100 * self.stock.accuracy > self.max_drop

@@ -163,7 +163,7 @@ def _memory_pair(comparison: Comparison, name: str) -> tuple[int, int] | None:
 class Saving(NamedTuple):
     """Activation memory of the largest forward pass in both servers, in bytes.
 
-    :param moment: phrase for the moment of the forward pass to which the figures belong.
+    :param moment: phrase that says when in the forward pass the memory was measured, such as "at the peak".
     """
 
     moment: str
@@ -319,8 +319,8 @@ def list_notes(comparison: Comparison) -> list[str]:
         )
     elif measured:
         lines.append(
-            "Neither a TRT-LLM FP4 nor a CuteDSL kernel ran, so the activations at the start of a kernel and its "
-            "output buffers were not observed."
+            "No MoE kernel was observed, so the activations at the start of a kernel and its output buffers are not "
+            "known."
         )
     if any(memory.output_buffers is not None for memory in measured):
         lines.append(

@@ -103,9 +103,10 @@ def _from_config(arguments: list[str], refused: Mapping[str, Refusal]) -> Iterat
 
 
 def check_model(model: str) -> None:
-    """Raise an error if the value of ``--model`` cannot be a model.
+    """Raise an error if the value of ``--model`` is neither a checkpoint, nor a name on the Hugging Face hub, nor an
+    address such as ``s3://...``.
 
-    :raises ValueError: ``model`` is a path without a checkpoint.
+    :raises ValueError: ``model`` is none of these.
     """
     path = Path(model).expanduser()
     if path.exists():

@@ -47,15 +47,16 @@ CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """Texts that identify the command line of a *cleaner*: a process that waits until other processes have ended, and then
 removes their shared memory."""
 CLEANUP_TIMEOUT_S = 5.0
-"""Seconds that cleaners (:data:`CLEANERS`) have to end by themselves after all other processes have ended. Then the
-cleaners receive SIGKILL."""
+"""Seconds from the end of all other processes until cleaners (:data:`CLEANERS`) receive SIGKILL, if they have
+not ended by themselves."""
 SUPERVISOR_TIMEOUT_S = 20.0
 """Seconds within which a supervisor must end its family. Afterwards its owner ends the family itself."""
 END_MESSAGE = b"."
 """Byte that an owner writes into the pipe to its supervisor before it closes the pipe. If the owner was killed, the
 supervisor reads no such byte."""
 KILL_TIMEOUT_S = 120.0
-"""Seconds within which processes must end after SIGKILL. The GPU's driver frees their memory before they end."""
+"""Seconds from SIGKILL until a process must have ended. A process ends slowly if the GPU's driver must free the
+process's memory."""
 
 
 class StillRunning(RuntimeError):
@@ -148,8 +149,8 @@ def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str
     """Return a copy of the environment with ``folder`` as the folder for temporary files. PyTorch's cache of compiled
     kernels stays in its old folder.
 
-    With an empty cache, a server would choose its kernels again, by timing. It might choose other kernels than the
-    server before, and these might round differently.
+    With an empty cache, a server would time kernels and choose among them. The stock and the patched server could then
+    choose different kernels, which may round differently.
     """
     if folder is None:
         return environment
@@ -210,10 +211,11 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def end_gently(root: psutil.Process, command: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to the command of a family, and later SIGKILL to the family's other processes. Processes that clean
-    up (:data:`CLEANERS`) receive no SIGKILL, and have ``CLEANUP_TIMEOUT_S`` seconds to end.
+    """End the processes of a family. The command receives SIGTERM. After ``TERM_TIMEOUT_S`` seconds, the remaining
+    processes receive SIGKILL, except cleaners (:data:`CLEANERS`). The function then waits for the cleaners, for at most
+    ``CLEANUP_TIMEOUT_S`` seconds.
 
-    :param root: the supervisor, which is not ended.
+    :param root: the supervisor, which receives no signal.
     :param command: first process of the family.
     """
     if command.poll() is None:
@@ -256,8 +258,8 @@ def _shared_files() -> dict[Path, int]:
 
 
 def _mapped_inodes(pids: Iterable[int]) -> set[int]:
-    """Return the inodes of the shared memory files that processes map. Paths would not do: a process maps a semaphore
-    before the semaphore's file has its final name."""
+    """Return the inodes of the shared memory files that processes map. The files are not compared by path, because a
+    process maps a semaphore before the semaphore's file has its final name."""
     inodes = set()
     for pid in pids:
         with suppress(OSError):
@@ -289,8 +291,8 @@ def _main(folders_json: str, command: list[str]) -> int:
     """Run the command as its supervisor. End the family when the command ends, when a signal arrives, or when the owner
     writes into the pipe, closes the pipe or is killed.
 
-    :param folders_json: JSON object with the folders to remove: ``temporary`` is the family's. ``scratch`` has the
-        owner's folders, which are removed only if the owner was killed.
+    :param folders_json: JSON object with the folders to remove. ``temporary`` is the folder of the family. ``scratch``
+        is a list of the owner's folders, which are removed only if the owner was killed.
     :returns: exit code of the command.
     """
     signals: list[int] = []
