@@ -11,11 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def replace_kernel(monkeypatch):
-    """Replace the kernel of the engine's ``gptq_marlin_repack`` with one that runs on the CPU. This kernel reorders
-    weights in a different way.
+    """Replace the kernel of the engine's ``gptq_marlin_repack`` with a simple one that runs on the CPU. It reverses
+    each row of weights.
 
-    :returns: list with one number for each run of the kernel: how many output tensors of earlier runs were still
-        allocated when this run began. It is filled while the test runs.
+    :returns: a list to which each call of the kernel appends a number: how many outputs of earlier calls are still
+        allocated when the call begins.
     """
     from sglang.srt.layers.quantization import marlin_utils_fp4
 

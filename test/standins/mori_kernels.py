@@ -238,7 +238,8 @@ class EpDispatchCombineOp:
 
 
 class _Meeting:
-    """Rendezvous of the threads that simulate the ranks of one group."""
+    """Point at which the threads of one simulated group wait for each other. Each thread brings its rank's data, and
+    one thread computes the results for all ranks."""
 
     _all: dict[tuple[int, int, int], _Meeting] = {}  # noqa: RUF012
     _lock = threading.Lock()

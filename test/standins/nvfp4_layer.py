@@ -14,8 +14,8 @@ RESULTS = ("gemm1 weights", "gemm1 scales", "gemm2 weights", "gemm2 scales")
 def random_layer(
     experts, hidden, intermediate, is_gated=True, seed=0, *, scale_dtype=torch.float8_e4m3fn, device="cpu"
 ):
-    """Draw raw weights and block scales of both GEMMs, in the order of the engine's arguments. Any byte is a valid
-    code."""
+    """Return random weights and block scales of both GEMMs, in the order of the engine's arguments. All random bytes
+    are valid weights."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = (2 if is_gated else 1) * intermediate
 

@@ -10,7 +10,7 @@ from sglang_moe_reference import flashinfer_kernels, nvfp4
 
 
 def random_scales(*shape: int, device: str, generator: torch.Generator) -> torch.Tensor:
-    """Draw E4M3 block scales between 0.25 and 2. About 5 % of them are zero."""
+    """Return random E4M3 block scales between 0.25 and 2. About 5 % of them are zero."""
     scale = 0.25 + 1.75 * torch.rand(*shape, device=device, generator=generator)
     scale[torch.rand(*shape, device=device, generator=generator) < 0.05] = 0
     return scale.to(torch.float8_e4m3fn)
@@ -19,7 +19,8 @@ def random_scales(*shape: int, device: str, generator: torch.Generator) -> torch
 def layer(
     experts: int, hidden: int, intermediate: int, gated: bool = True, device: str = "cuda", seed: int = 0
 ) -> dict[str, Any]:
-    """Draw the kernel arguments that describe the layer. Any byte is a valid pair of E2M1 codes."""
+    """Return random kernel arguments for a layer: weights, scales and sizes. All random bytes are valid weights,
+    because each half of a byte is an E2M1 code."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = (2 if gated else 1) * intermediate
 
@@ -58,7 +59,8 @@ def layer(
 def batch(
     tokens: int, experts: int, hidden: int, top_k: int, device: str = "cuda", seed: int = 1
 ) -> dict[str, torch.Tensor | int]:
-    """Draw the kernel arguments that describe the batch: NVFP4 activations and packed routing."""
+    """Return random kernel arguments for a batch: NVFP4 activations and the experts of each token. ``topk_ids`` packs
+    an expert id and its bfloat16 weight into one int32."""
     generator = torch.Generator(device).manual_seed(seed)
     packed, scale = nvfp4.quantize(torch.randn(tokens, hidden, device=device, generator=generator), 1.0)
     # The experts of a token are distinct, and the number of tokens differs very much between experts.

@@ -82,8 +82,8 @@ def rank():
 
 
 def bytes_before_pools():
-    """Return the number of free bytes before the pools are made: the bytes that the engine's rule reserves, plus the
-    bytes that it leaves to the KV cache."""
+    """Return the free bytes before the engine makes its pools: the bytes that the engine's rule reserves, and the bytes
+    for the KV cache."""
     return int(BEFORE * (1 - fraction[0])) + CACHE
 
 
@@ -226,8 +226,9 @@ def note(text):
 
 
 def note_tuning(module):
-    """Record each time that the engine would tune kernels on a GPU. Up to 0.5.13, the record is made in the step after
-    the tuning, because a CPU skips the tuning."""
+    """Write a line into the file ``TUNES`` each time the engine would tune kernels on a GPU. The engine skips the
+    tuning on a CPU. Up to 0.5.13, the line is therefore written in the next step of the start, the capture of graphs.
+    """
     for kind, name in (("ModelRunner", "init_device_graphs"), ("BaseRunner", "warmup")):
         if hasattr(getattr(module, kind, None), name):
             wrapt.wrap_function_wrapper(module, f"{kind}.{name}", note_tuning_step)
@@ -287,8 +288,8 @@ def report_before_pools(module):
 
 
 def read_fraction_first(wrapped, maker, args, kwargs):
-    """Read ``--mem-fraction-static`` before the engine sizes its pools, because the reported free memory depends on it.
-    Without kv-sizing, no other code calls ``fraction_in_force``."""
+    """Read ``--mem-fraction-static`` before the engine sizes its pools, because the simulated free memory depends on
+    it. On a server without kv-sizing, no other code reads it."""
     if not fraction[0]:
         from sglang_moe_patches.memory.kv_sizing import engine_rule
 

@@ -68,7 +68,7 @@ SPECIAL = {
     "--enable-kv-cache-sharding": UnsizedServer(more="--tp 2"),
     "--enable-dsa-cache-layer-split": UnsizedServer(more="--tp 2"),
 }
-"""Servers for those arguments that are not plain switches, or that need further arguments."""
+"""Servers for the arguments that have a value, or that need further arguments."""
 SERVERS = {kind.name: SPECIAL.get(kind.name, UnsizedServer()) for kind in UNSIZED if kind.name.startswith("--")}
 """Server for each argument. The key is the argument's name."""
 ABSENT_FROM_SOME_RELEASES = {

@@ -199,8 +199,8 @@ def test_server_arguments_that_regress_can_serve_are_not_refused(given):
 
 
 def test_a_setting_in_a_config_file_is_ignored_if_the_command_sets_it_itself(tmp_path):
-    """``regress`` refuses some server arguments, also in the engine's ``--config`` file. It sets some of them itself on
-    the server's command line. These are allowed in the file, because the command line overrides the file."""
+    """``regress`` refuses some server arguments, also in the engine's ``--config`` file. An argument that ``regress``
+    sets itself is allowed in the file, because the command line overrides the file."""
     file = tmp_path / "server.yaml"
     file.write_text("seed: 1\nport: 30000\n")
     given = ["--config", str(file)]
@@ -277,7 +277,8 @@ def test_a_refusal_is_json_for_programs():
 
 
 def test_a_home_that_cannot_be_written_is_named_in_one_line(tmp_path, monkeypatch):
-    """The cache folder is a file here. A read-only folder would not do, because root could write into it."""
+    """If ``doctor`` cannot write its cache folder, its error must name the folder in one line. In this test the
+    folder's path is a file, because root could write into a read-only folder."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(without_gpu.machine, "has_gpu", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -356,7 +357,8 @@ def command(*arguments, **variables):
 
 
 def test_a_locale_without_unicode_only_replaces_letters_of_the_output():
-    """Python uses ASCII in the C locale if its UTF-8 mode and locale coercion are off."""
+    """In a locale without Unicode, the help must be printed in ASCII, without an error. The test sets the C locale, and
+    disables Python's UTF-8 mode and locale coercion."""
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
     done = command("regress", "--help", **ascii_only)
     assert (done.returncode, done.stdout.isascii()) == (0, True), done.stderr
@@ -443,9 +445,9 @@ fork, so that the engine is imported only once."""
 
 @pytest.mark.every_release
 def test_doctor_says_what_a_server_of_this_environment_says():
-    """``doctor`` reports two statuses of a change. One is the status on a server in this environment. The other, under
-    the key ``engine``, is the status on this engine release, whatever the environment. If ``SGLANG_PLUGINS`` leaves out
-    this package's plugin, only the first status is *not selected*."""
+    """``doctor`` reports two statuses of a change: the status on a server with these environment variables, and, under
+    the key ``engine``, the status on this engine release, whatever the variables. If ``SGLANG_PLUGINS`` leaves out this
+    package's plugin, only the first status must be *not selected*."""
     names = ["mori-input-truncation", "cutedsl-sizing"]
     here = ["not needed here", "as the engine has it"]
     expected = {"": here, "another": ["not selected", "not selected"], "another, moe_patches": here}

@@ -30,7 +30,7 @@ LAB_FLOORS = (
 )
 """Floors within the subpackage ``lab``, from the bottom up, each with its modules and subpackages."""
 APART = {"changes": {"memory"}, "memory": {"changes"}}
-"""Subpackages of one floor that must not import each other, although they are on the same floor."""
+"""Subpackages that must not import each other, although they are on the same floor: for each subpackage, the others."""
 
 Imports = Mapping[str, set[str]]
 
@@ -71,7 +71,11 @@ def floor(module: str) -> tuple[int, int]:
 
 
 def find_forbidden_imports(found: Imports) -> list[str]:
-    """Return the forbidden imports: from a higher floor, or from a subpackage in ``APART``."""
+    """Return the imports that break a rule, as "MODULE imports MODULE". A module must not import a module from a higher
+    floor of ``FLOORS``, or from a subpackage that ``APART`` forbids.
+
+    :param found: the imported modules of each module.
+    """
     wrong = []
     for module, others in found.items():
         for other in others:
@@ -100,7 +104,7 @@ def test_no_files_import_each_other_in_a_circle(package_imports: Imports) -> Non
 
 
 def test_upward_and_circular_imports_are_found(tmp_path: Path) -> None:
-    """Imports inside functions and under TYPE_CHECKING count, too, because a reader must know the imported file."""
+    """Upward and circular imports must be found inside functions and under TYPE_CHECKING, too."""
     for name, text in {
         "core/engine": "def f():\n    from sglang_moe_patches.lab.servers.client import Client\n",
         "changes/a": "from sglang_moe_patches.changes import b\nfrom sglang_moe_patches import memory\n",

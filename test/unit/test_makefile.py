@@ -32,8 +32,9 @@ def test_a_release_without_a_constraints_file_can_be_installed(target: str):
 
 
 def test_logs_of_parallel_releases_are_shown_one_after_another_and_a_failure_fails(tmp_path: Path):
-    """``make test-releases`` runs a script instead of the tests. The script prints two lines with a pause between them,
-    and fails on one release."""
+    """``make test-releases`` tests several releases at once. It must print the log of each release in one piece, and
+    fail if a release fails. Instead of the tests, it runs a script here. The script prints two lines with a pause
+    between them, and fails on one release."""
     tests, failing = tmp_path / "tests", releases.EVERY_TIME[-1]
     tests.write_text(
         f"#!/bin/sh\nfor word; do case $word in ENGINE=*) release=${{word#ENGINE=}};; esac; done\n"

@@ -96,7 +96,8 @@ for missing in sys.argv[1:]:
 
 @pytest.mark.every_release
 def test_if_this_package_fails_to_import_a_strict_server_does_not_start():
-    """The engine itself would log the plugin's exception and start without the plugin."""
+    """If a module of this package or ``wrapt`` cannot be imported, a server with ``SGLANG_MOE_PATCHES_STRICT=1`` must
+    not start. Without this variable, the server starts without changes."""
     missing = ["wrapt", "sglang_moe_patches.core.patch", "sglang_moe_patches.changes.output_buffer"]
     done = python(IN_FORKS, *missing)
     said = [json.loads(line) for line in done.stdout.splitlines()]

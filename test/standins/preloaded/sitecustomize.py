@@ -53,9 +53,11 @@ def fork(path: bytes, command: Sequence[str], kept: Sequence[int]) -> int:
 
 
 def hand_over_environment() -> None:
-    """Give each forked process the launcher's present environment, as a spawned process has it.
+    """Send the launcher's environment variables to each process that the fork server forks. The process replaces its
+    own environment with them.
 
-    Without this, the process would have the environment that the launcher had when the fork server started.
+    Without this step, a process would have the environment from the start of the fork server. Later changes in the
+    launcher would be missing.
     """
     from multiprocessing import spawn
 

@@ -137,8 +137,8 @@ def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped_weigh
 
 
 def test_verdicts_in_the_result_follow_from_its_counts_by_the_current_rule():
-    """The stored result has measured counts of lost and gained answers. ``regress`` must still derive the
-    stored verdicts from them."""
+    """The stored result has counts of lost and gained answers, and verdicts. ``regress`` must still derive the same
+    verdicts from these counts."""
     figures = output.load(mutations.RESULT)["figures"]
     count = figures["questions"]
     right = round(count * figures["stock"])

@@ -151,9 +151,8 @@ class Config:
 
 
 def test_a_runner_is_out_of_place_only_in_contexts_that_ask_for_it():
-    """Several forward passes read the same configuration, each in its own ``contextvars`` context. ``inplace`` is False
-    only in the contexts in which the function ``is_disabled`` returns True.
-    """
+    """``disable_inplace_while`` makes ``inplace`` False only in the ``contextvars`` contexts in which its function
+    returns True. Other forward passes read the same configuration in their own contexts."""
     waiting = ContextVar("waiting", default=False)
     config, other = Config(), Config()
     runners.disable_inplace_while(config, waiting.get)

@@ -169,9 +169,8 @@ def test_marlin_slices_are_whole_launches(layer, gemm, limit):
 
 
 def check_default_rule(layer, gemm, width, predict_us):
-    """Check the three conditions under which a tensor is cut by default. It is large enough, each slice saves enough
-    bytes, and the slices take at most 2 % of the layer's time.
-    """
+    """Check that a tensor is cut by default only under three conditions: the tensor is large enough, each slice saves
+    enough bytes, and the slices take at most 2 % of the layer's time."""
     slices = len(split_columns(layer.hidden, width))
     if slices > 1:
         assert tensor_bytes(layer) >= column_slices.MIN_TENSOR_BYTES
@@ -193,10 +192,12 @@ def test_default_marlin_slices_keep_the_limits_with_the_time_of_their_copies(lay
 
 
 def check_memory_limit(layer, gemm, width, step, limit, predict_bytes):
-    """Check that ``width`` is the width of the fewest slices with which the runner needs at most ``limit`` bytes.
+    """Check that ``width`` belongs to the smallest number of slices with which the runner needs at most ``limit``
+    bytes.
 
-    There are two exceptions. Slices cannot lower the memory at the activation, so a lower limit is raised to it. If
-    even the narrowest slices need more than the limit, ``width`` is the narrowest width.
+    - If ``limit`` is less than the memory at the activation, this memory counts as the limit, because slices cannot
+      lower it.
+    - If even the narrowest slices need more than the limit, ``width`` must be the narrowest width.
     """
     around, during = predict_bytes(layer, gemm, width)
     limit = max(around, limit)
@@ -270,9 +271,9 @@ def test_a_limit_cuts_no_tensor_below_the_least_size(layer, gemm, gated, packed,
 
 
 def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_order):
-    """Apply the advised memory limit to a tensor. The tensor must be cut, and the runner's memory must stay below the
-    limit. The saved bytes and the extra time must be those in the advice.
-    """
+    """If there is advice, apply the advised memory limit to the layer's tensor of expert outputs. Check that the tensor
+    is cut and that the runner's memory stays below the limit. Check the saved bytes and the extra time in the advice,
+    too."""
     if advice := column_slices.advise(layer, gemm, choose_width):
         match = re.search(rf"{MB}=(\d+) .*: ([\d,]+) MB less, about ([\d.]+) ", advice)
         assert match, advice
@@ -321,15 +322,17 @@ TUNED = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 256, "GROUP_SIZE_M": 16}
     ],
 )
 def test_the_advice_names_the_limit_its_saving_and_its_cost(gemm, choose_width, expected_message):
-    """The layer has the sizes of Qwen3-30B-A3B and 8,192 tokens. By default its expert outputs are not cut."""
+    """For a layer whose expert outputs are not cut by default, the advice names a memory limit with which they are cut.
+    It also says how much memory this saves, and how much time it costs. The layer has the sizes of Qwen3-30B-A3B and
+    8,192 tokens."""
     layer = LayerShape(8192, 8, 2048, 768, weight_bytes=3 * 128 * 768 * 2048 * 2)
     assert choose_width(layer, gemm) == 2048
     assert column_slices.advise(layer, gemm, choose_width).startswith(f"{MB}={expected_message}")
 
 
 def test_nothing_is_advised_where_a_cut_saves_nothing():
-    """Mixtral's intermediate size is larger than its hidden size, so the slices of its second GEMM save no memory at
-    the peak."""
+    """The advice is empty for a layer with Mixtral's sizes. Its intermediate size is larger than its hidden size, so
+    the memory peak lies outside the second GEMM, and slices of this GEMM cannot lower the peak."""
     assert column_slices.advise(LayerShape(8192, 8, 4096, 7168), TritonGemm(TUNED), choose_slice_width) == ""
 
 
@@ -397,8 +400,8 @@ TOKENS, TOP_K, HIDDEN, INNER = 40, 3, 512, 32
 
 
 def make_deferred(**operands):
-    """Return a deferred tensor, which stands for expert outputs without allocated memory. It has the recorded arguments
-    of the second GEMM, with 16-bit operands.
+    """Return a tensor for expert outputs that has no memory yet (``DeferredTensor``). It contains the recorded
+    arguments of the second GEMM, with 16-bit operands.
 
     :param operands: fields of the recorded ``SecondGemm`` that differ from a plain 16-bit GEMM.
     """
@@ -417,9 +420,8 @@ def make_deferred(**operands):
 
 @pytest.fixture
 def run_narrow_slices():
-    """Function that runs the recorded GEMM of a deferred tensor in the narrowest slices. It returns two lists: the
-    operands of each GEMM call, and "slice" or "whole" for each sum.
-    """
+    """Function that computes a deferred tensor (:func:`make_deferred`) with the narrowest slices. It returns two lists:
+    the operands of each call of the GEMM, and "slice" or "whole" for each sum over a token's experts."""
 
     def run(deferred, output):
         gemms, sums = [], []
@@ -444,9 +446,9 @@ def run_narrow_slices():
 
 @pytest.mark.parametrize(("in_dead_input", "slices"), [(True, 1), (False, 2)])
 def test_the_activation_counts_as_in_the_dead_input_only_if_it_lies_there(in_dead_input, slices):
-    """The activation's output normally lies in the dead input and takes no additional memory. The limit has room for
-    the uncut tensor alone. So the tensor must be cut if the activation's output lies elsewhere.
-    """
+    """If the activation's output lies in the dead input, it takes no additional memory. The memory limit then has just
+    enough room for the uncut tensor with the experts' outputs. If the activation's output lies elsewhere, the tensor
+    must be cut."""
     deferred, rows = make_deferred(), TOKENS * TOP_K
     activations = deferred.gemm.activations
     call = deferred_tensor.FusedMoeCall(2 * INNER, 0, 1.0, False, False, rows * HIDDEN * 2)
@@ -648,9 +650,9 @@ def test_the_kernels_compile_and_move_16_bytes_at_a_time(capability, dtype, tmp_
     assert len(re.findall(r"ld\.global\.v2\.b64", ptx)) == len(re.findall(r"st\.global\.v2\.b64", ptx)) == 5
 
 
-BITS = "marlin or bits or options_of_the_fused_moe or inside_the_first_gemm or full_size"
-"""Argument of ``pytest -k`` that selects the interpreted tests whose result depends on the engine release. Other
-releases than the default run only these tests."""
+RELEASE_DEPENDENT_TESTS = "marlin or bits or options_of_the_fused_moe or inside_the_first_gemm or full_size"
+"""Argument of ``pytest -k`` that selects the tests whose result depends on the engine release. On releases other than
+the default, only these tests run in Triton's interpreter."""
 
 
 @pytest.mark.long("a hundred tests of kernels in the interpreter, on one import of the engine")
@@ -658,13 +660,13 @@ releases than the default run only these tests."""
     ("marks", "passed"), [("not product", 95), pytest.param("product", 16, marks=pytest.mark.product)]
 )
 def test_gpu_tests_of_both_runners_pass_in_the_interpreter(marks: str, passed: int) -> None:
-    """Run the tests of Triton's and Marlin's runner in test/gpu on the CPU, in another process.
+    """The tests of Triton's and Marlin's runner in test/gpu must pass on the CPU, too. They run in another process.
 
-    That process takes the engine's CUDA branch, which a server on a CPU never does. Triton's kernels are interpreted,
-    and a stand-in replaces Marlin's kernel.
+    This process uses the engine's code for CUDA. Triton's interpreter runs the kernels of Triton, and a stand-in
+    replaces Marlin's kernel.
     """
     pytest.importorskip("triton")
     some = metadata.version("sglang") != DEFAULT and marks == "not product"
     tests = ["test_moe_workspace_cuda.py", "test_moe_workspace_marlin_cuda.py"]
-    ran, output = interpreted.run_tests(tests, ["-m", marks, *some * ["-k", BITS]], timeout=1700)
+    ran, output = interpreted.run_tests(tests, ["-m", marks, *some * ["-k", RELEASE_DEPENDENT_TESTS]], timeout=1700)
     assert ran >= (59 if some else passed), output  # otherwise some tests were skipped

@@ -85,9 +85,8 @@ def test_variables_accept_numbers_and_the_engines_words_for_true_and_false(varia
     ],
 )
 def test_other_values_are_refused_by_name_on_servers_with_mori(variable, text, expected, monkeypatch):
-    """A value that the engine does not accept ends the start of a server with MoRI. A stock server would start with
-    such a value.
-    """
+    """With an invalid value of a variable, a server with MoRI must not start. The error names the variable. A server
+    without MoRI must start nevertheless, because it does not read the variable."""
     change = mori_input_truncation.CHANGE
     check_environment([change], {variable.name: text})
     monkeypatch.setenv(variable.name, text)
@@ -341,8 +340,8 @@ def test_nothing_is_cut_with_internode_kernels(caplog):
 
 
 def test_no_forward_reads_the_device(monkeypatch):
-    """Every tensor method that would wait for the device fails in this test. The received count may only be compared on
-    the device."""
+    """No forward pass may wait for the device to read a tensor's value. All methods of tensors that wait fail in this
+    test. The device itself compares the number of received rows with the limit."""
     whole = buffers()
     compared = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: compared.append(condition))

@@ -202,7 +202,8 @@ def test_wrong_input_is_refused_and_nothing_touched(layer, sizes, name, rule):
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("kind", ["sliced", "transposed", "expanded"])
 def test_views_are_left_to_the_engines_own_function(kind, index):
-    """The change needs contiguous tensors, because it works in place. The engine's function copies its inputs."""
+    """If a weight or scale is not contiguous, the change cannot work in place. It must call the engine's own function
+    with the unchanged tensors."""
     layer = list(random_layer(2, 256, 128))
     tensor = layer[index]
     views = {
@@ -248,7 +249,8 @@ def test_a_layout_that_is_no_permutation_goes_to_the_engine(monkeypatch):
 
 
 def test_a_kernel_that_cannot_run_falls_back(engine, monkeypatch, caplog):
-    """The launch of a Triton kernel fails on CPU tensors. PyTorch operations must then give the same result."""
+    """If a Triton kernel cannot be launched (here because the tensors are on the CPU), PyTorch operations must give the
+    same result."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter runs the kernels on the CPU")
     monkeypatch.setattr(shuffle, "uses_triton", lambda device: True)
@@ -438,8 +440,8 @@ def test_placeholders_of_every_other_backend_are_untouched(patched_engine, monke
 
 @pytest.mark.usefixtures("require_placeholders")
 def test_swizzle_blockscale_is_replaced_only_within_create_weights(patched_engine, monkeypatch):
-    """The change replaces ``swizzle_blockscale`` while ``create_weights`` runs, in the same thread. Another thread, and
-    later calls, must get the engine's result."""
+    """The change replaces ``swizzle_blockscale`` only while ``create_weights`` runs, and only for the thread that runs
+    it. Other threads and later calls must get the engine's result."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *a, **k: self)
     scale = random_layer(1, 128, 64)[2]
     expected = interleave(scale[0].view(torch.uint8)).view(1, 128, 8)

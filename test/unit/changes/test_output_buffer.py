@@ -127,9 +127,8 @@ def test_the_number_of_remembered_pool_addresses_is_limited(monkeypatch):
 
 
 def test_addresses_outside_the_pool_are_checked_again():
-    """The answer that an address lies outside the pool is not cached, because the address may lie in the pool later.
-    With an outdated answer, one rank would allocate from the pool, and the other ranks would not.
-    """
+    """If an address lies outside the pool, this answer must not be cached, because the address may lie in the pool
+    later. With an outdated answer, only some of the ranks would allocate from the pool."""
     answers = [False, False, True]
     asks = runners.cache_pool_addresses(lambda tensor: answers.pop(0))
     tensor = torch.empty(1)
@@ -287,7 +286,8 @@ def test_a_residual_that_is_more_than_a_sum_is_detected(update, plain):
 
 
 class Handle:
-    """Stand-in for a layer input whose sum is not computed yet. The engine computes the sum later into ``tensor``."""
+    """Stand-in for the engine's deferred sum, which a layer may receive as its input. The engine has not computed the
+    sum yet, and will write it into ``tensor``."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -639,7 +639,7 @@ class ToySkip(ToyAttention):
 
 
 class ToyNorms:
-    """Stand-in for a layer's norms, which write their result into their input, as the engine's kernels may."""
+    """Stand-in for a layer's norms. They overwrite their input with their result, as kernels of the engine may."""
 
     def prepare_attn(self, x, residual):
         return x.mul_(2), residual
@@ -692,10 +692,9 @@ for toy in (ToyAttention, ToySkip, ToyLayer, ToyMethodLayer, ToyExpertsFirstLaye
 def toy_answer(layer, patched):
     """Return the output of a layer for an input of ones.
 
-    The proofs must reject a layer that reads its input after the input was overwritten. If such a layer is patched, its
-    output is wrong.
+    If a layer reads its input after the experts have overwritten it, the output of the patched layer is wrong.
 
-    :param patched: whether the layer offers its input for reuse.
+    :param patched: whether the layer offers its input to the experts as memory for their output.
     """
     forward = offer.make_layer_forward(type(layer).forward, lambda: False) if patched else type(layer).forward
     offer.mark_offering(layer, layer, None)

@@ -36,8 +36,8 @@ def make_route(name, accepts=lambda how: True):
 IN_PLACE = make_route("in place", lambda how: how["inplace"])
 HOOKED = make_route("hooked", lambda how: how.get("hooks"))
 FIRST = {IN_PLACE: True, HOOKED: False}
-"""Argument ``first`` of ``add_route`` for the routes of two changes. A route is a change's function that decides
-whether to replace a call. If ``first`` is True, the wrapper calls the route before the routes that were added
+"""Two routes, each with its argument ``first`` of ``add_route``. A route is a change's function that decides whether to
+replace a call of the fused-MoE function. The wrapper asks a route with ``first=True`` before routes that were added
 earlier."""
 
 

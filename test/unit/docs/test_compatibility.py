@@ -25,7 +25,8 @@ def test_every_release_is_recorded_and_passed_its_tests():
 
 
 def test_every_release_has_a_record_of_every_released_change():
-    """A record may lack an unreleased change, because the author of a change installs only the default release."""
+    """The record of each engine release must contain all released changes. An unreleased change may be missing, because
+    its author installs only the default engine release."""
     names = [change.name for change in CHANGES]
     unreleased = (pages.ROOT / "CHANGELOG.md").read_text().partition("## Unreleased")[2].partition("\n## ")[0]
     new = {name for name in names if name in unreleased}

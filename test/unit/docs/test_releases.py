@@ -33,7 +33,8 @@ def test_a_file_that_contradicts_itself_is_refused(change: dict[str, Any], compl
 
 
 def test_pip_installs_a_supported_engine():
-    """The lower bound in pyproject.toml is the oldest release of releases.toml, which pip cannot read."""
+    """The extra ``engine`` in pyproject.toml must have the oldest release of releases.toml as its lower bound. The
+    number is repeated there, because pip cannot read releases.toml."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["engine"] == [f"sglang>={releases.ALL[0]}"]
 

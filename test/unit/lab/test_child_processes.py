@@ -17,8 +17,8 @@ STRAY = "raise ImportError('stray module')"
 
 @pytest.fixture(autouse=True)
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Current folder of the test. It contains modules that raise an exception, with the names of modules that the child
-    processes import."""
+    """Current folder of the test. It contains modules with the names of ``json``, ``torch`` and others. Each of these
+    modules raises an exception when it is imported."""
     for name in ("json", "signal", "torch", "triton"):
         (tmp_path / f"{name}.py").write_text(STRAY)
     monkeypatch.chdir(tmp_path)
@@ -26,14 +26,16 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_query_imports_no_module_from_the_users_folder():
-    """The query in this test is not valid JSON, so the child process ends before it imports the engine."""
+    """The child process that asks the engine must ignore the modules in the user's folder. It ends before it imports
+    the engine, because the query in this test is not valid JSON."""
     process = engine_query.run_query("no JSON", dict(os.environ))
     assert "JSONDecodeError" in process.stderr
     assert "stray module" not in process.stderr
 
 
 def test_doctor_imports_no_module_from_the_users_folder(monkeypatch):
-    """No change is selected here, so the child process does not import the engine."""
+    """The child process in which ``doctor`` probes the changes must ignore the modules in the user's folder. The
+    variable selects no change, so this process does not import the engine."""
     monkeypatch.setenv(patch.SELECT_VARIABLE, "none")
     monkeypatch.setattr(without_gpu, "variables", lambda environment: {})
     assert {change["status"] for change in doctor.examine()["changes"]} == {"not selected"}

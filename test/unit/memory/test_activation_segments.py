@@ -47,8 +47,8 @@ VALUES: dict[str, tuple[object, object]] = {
     **dict.fromkeys(("speculative_algorithm", "hicache_storage_backend", "kt_weight_path"), (None, "a")),
     **dict.fromkeys(("attn_cp_size", "dcp_size", "nnodes"), (1, 2)),
 }
-"""Values of arguments of the engine's ``ServerArgs`` that select a feature: a value without the feature, and a value
-with it. Arguments that are not listed have the values False and True."""
+"""Two values for each argument of the engine's ``ServerArgs``: one that turns a feature off, and one that turns it on.
+Arguments that are not listed have the values False and True."""
 
 
 def server_arguments(**more):
@@ -355,8 +355,8 @@ OTHER = "off: another rank cannot use expandable segments"
 def test_the_switch_is_turned_off_with_a_reason_if_a_rank_cannot_use_it(
     settings, set_expandable, caplog, found, setting, agreed, said
 ):
-    """Every rank must report whether the switch works there, even if it has failed. Otherwise the other ranks would
-    wait for the report."""
+    """If expandable segments fail on one rank, all ranks must turn them off and log the reason. The rank with the
+    failure must report it, because the other ranks wait for its report."""
     set_expandable(found)
     told: list[bool] = []
     switch.turn_on_if_it_works(switch.Switch(settings), lambda works: told.append(works) or agreed(works))

@@ -62,7 +62,8 @@ def test_make_model_does_not_overwrite_other_files(tmp_path):
 
 
 def test_a_locale_without_unicode_changes_no_file(tmp_path):
-    """Python uses ASCII in the C locale if its UTF-8 mode and locale coercion are off."""
+    """``make-model`` must write its files in UTF-8, whatever the locale. The test sets the C locale, and disables
+    Python's UTF-8 mode and locale coercion."""
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
     done = run_command("make-model", str(tmp_path / "m"), "--layers", "1", "--dense-layers", "1", **ascii_only)
     assert done.returncode == 0, done.stderr
@@ -121,14 +122,16 @@ def test_nothing_is_replaced_unless_the_variable_is_set(monkeypatch, value, inst
 
 @pytest.mark.parametrize("variable", [environment.KERNELS, environment.WORKSPACE_MB])
 def test_an_invalid_value_ends_the_start(monkeypatch, variable):
-    """The engine ignores a plugin that raises an ``Exception``. The plugin therefore raises ``SystemExit``."""
+    """If a variable has an invalid value, the plugin raises ``SystemExit``. The engine would log an ``Exception`` and
+    start nevertheless."""
     monkeypatch.setenv(variable.name, "yes")
     with pytest.raises(SystemExit, match=f"{variable.name}: expected"):
         environment.register()
 
 
 def test_no_file_of_the_product_names_the_reference_kernels():
-    """If the product knew the reference kernels, a variable could make a user's server run on them."""
+    """The product's files must not mention the reference kernels. Otherwise a variable could make a user's server run
+    on them."""
     files = [path for path in (ROOT / "python").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     naming = [path for path in files if b"moe_reference" in path.read_bytes().lower().replace(b"-", b"_")]
     assert len(files) > 50

@@ -106,7 +106,8 @@ def test_the_result_equals_the_dense_computation(sizes: dict[str, Any], prealloc
 
 
 def test_the_sum_over_experts_may_be_a_separate_step() -> None:
-    """FlashInfer's deterministic mode rounds each expert's output, and then sums the outputs in another kernel."""
+    """The stand-ins must also support FlashInfer's deterministic mode. In this mode one kernel rounds each expert's
+    output, and another kernel sums the rounded outputs."""
     if "use_fused_finalize" not in inspect.signature(fused_moe.CuteDslMoEWrapper).parameters:
         pytest.skip("this FlashInfer has no deterministic mode")
     layer = Layer()
@@ -130,7 +131,7 @@ def test_both_tile_sizes_give_the_same_result(tile: int) -> None:
 
 
 def test_two_expert_parallel_ranks_compute_their_own_experts() -> None:
-    """Two ranks have four of eight experts each. Expert ids count over all ranks."""
+    """Each of two ranks must compute only its own four of eight experts. The expert ids count over both ranks."""
     tokens = Layer().tokens(12)
     ids, scales = routing(12, 8, 3)
     ids[4, 1] = -1  # padding: the slot has no expert
@@ -175,7 +176,7 @@ SORTED = (
 @needs_buffers
 @pytest.mark.parametrize("name", [*OUTPUTS, *(f"out_{name}" for name in SORTED)])
 def test_a_buffer_that_is_too_small_is_an_error(name: str) -> None:
-    """The stand-ins write into the wrapper's buffers. They must fail instead of allocating a larger buffer."""
+    """If a buffer of the wrapper is too small, the stand-ins must fail instead of allocating a larger buffer."""
     layer = Layer(experts=2)
     weights, wrapper = prepare(layer), make_wrapper(layer, 2)
     owner = vars(wrapper) if name in OUTPUTS else wrapper._moe_sort_buffers

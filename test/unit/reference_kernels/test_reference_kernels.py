@@ -229,7 +229,7 @@ class TestRouted:
         assert_close(layer.call(tokens, topk_ids=pack(ids, weights)), layer.expect(tokens, ids, weights))
 
     def test_two_expert_parallel_ranks_compute_their_own_experts(self) -> None:
-        """Two ranks have four of eight experts each. Expert ids count over all ranks."""
+        """Each of two ranks must compute only its own four of eight experts. The expert ids count over both ranks."""
         tokens = Layer().tokens(12)
         ids, weights = routing(12, 8, 3)
         ids[4, 1] = -1  # padding: the slot has no expert
@@ -246,9 +246,8 @@ class TestRouted:
 def route_by_loops(
     logits: np.ndarray, bias: np.ndarray, top_k: int, method: int, groups: int, keep: int, factor: float
 ) -> tuple[list[int], list[float]]:
-    """Choose one token's experts and their weights from sigmoid scores, with plain loops. ``test_reference_oracle.py``
-    tests other routing methods against FlashInfer's own reference (``test_every_routing_method_equals_the_reference``).
-    """
+    """Return one token's experts and their weights, computed from sigmoid scores with plain loops. Other routing
+    methods are tested in ``test_reference_oracle.py``."""
     experts = range(len(logits))
     sigmoid = 1 / (1 + np.exp(-logits))
     score = sigmoid + bias
@@ -425,7 +424,7 @@ class TestBatchInvariance:
             assert torch.equal(intermediate(slice(0, n)), together[:n]), n
 
     def test_nan_in_padding_rows_does_not_change_other_rows(self) -> None:
-        """A batch may have padding rows with any values, NaN included."""
+        """NaN in the padding rows of a batch must not change the results of the other rows."""
         layer = Layer()
         tokens = layer.tokens(4)
         ids, weights = routing(4, 4, 2)
@@ -460,7 +459,7 @@ OF_ANY = {"local_expert_offset", "do_finalize", "output", "enable_pdl", "tune_ma
 
 
 def call_kernel(name: str, gated: bool = True, **more: Any) -> None:
-    """Call the stand-in ``name`` with valid arguments. ``more`` has arguments that replace valid arguments."""
+    """Call the stand-in ``name`` with valid arguments. Arguments in ``more`` replace them, or are added."""
     x, multiplier = torch.zeros(2, 32).bfloat16(), torch.tensor(1.0)
     if name == "fp4_quantize":
         kernels.fp4_quantize(**{"input": x, "global_scale": multiplier, **more})

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.every_release
 
 
 class PlainLayer(Layer):
-    """Layer that FlashInfer's references can compute. They apply block scales, but no output scales. So the output
-    scales are 1, and the weights are about 1."""
+    """Layer that FlashInfer's references can compute. The references apply block scales, but no output scales. So the
+    output scales are 1 here, and the block scales are so small that the weights are about 1."""
 
     multiplier_of_tokens: ClassVar = 1.0
 
@@ -49,7 +49,8 @@ class PlainLayer(Layer):
 
 
 def checkpoint(layer: Layer, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the arguments that a reference takes: the checkpoint's tensors, and no biases."""
+    """Return the arguments of FlashInfer's references: the batch, the weights and scales as in a checkpoint, and no
+    biases."""
     names = ("gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale")
     stored = dict(zip(names, layer.stored, strict=True))
     return {**tokens, **stored, "gemm1_bias": None, "gemm2_bias": None}

@@ -326,8 +326,8 @@ def test_slack_is_the_reserved_memory_that_no_tensor_ever_used(process, set_gpu_
 
 
 def test_the_peak_of_the_largest_forward_pass_is_recorded_without_observed_kernels(process, set_gpu_memory):
-    """The observer does not observe the kernels of some runners, such as Triton's. It then uses the peak that PyTorch's
-    allocator reports."""
+    """If the observer does not observe a runner's kernels, as with Triton, it must record the peak that PyTorch's
+    allocator reports for the forward pass with the most tokens."""
     set_gpu_memory([700, 500, 900, 100])
     figures_of = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
     # The record has the smaller peak of the two forward passes with 10 tokens.

@@ -114,9 +114,10 @@ def cells_of(benchmark):
 
 @pytest.mark.parametrize("name", [*cells_of("moe-workspace"), *cells_of("moe-workspace-marlin")])
 def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypatch):
-    """The measured runners ran outside a server. In some measurements, Marlin wrote its output into a dead input.
-    Triton never did. The prediction for Marlin uses the measured layer's bytes per weight, which depend on the group
-    size of its scales.
+    """The predicted peak of each runner, stock and patched, must agree with a measurement outside a server.
+
+    In some measurements Marlin wrote its output into a dead input, and the prediction does the same. It also uses the
+    measured bytes per weight of Marlin's layer, which depend on the group size of the scales.
 
     DeepSeek-V3 at TP=8 in FP8 on an H200 is left out. The tuned configuration for this GPU pads rows, and takes up to
     45 MB more.
@@ -183,9 +184,9 @@ def test_expert_parallel_ranks_share_attention_and_not_their_experts():
 
 
 def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k():
-    """In Qwen3-235B at TP=4, the input of the second GEMM has 384 columns for each token and each of its experts. The
-    quantized input takes one byte per column. Float32 scales come in addition: one scale for 128 columns if FP8 is in
-    blocks, otherwise one scale for each row."""
+    """With FP8 experts, the predicted peak also contains the quantized input of the second GEMM. In Qwen3-235B at TP=4
+    this input has 384 bytes for each token and each of its experts. Float32 scales come in addition: one for each 128
+    columns if FP8 is in blocks, otherwise one for each row."""
     plain, blocks, by_rows = (
         forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, MemoryEffects())
         for quantization in (None, forward.BLOCKS, "rows")

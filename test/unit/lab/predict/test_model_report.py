@@ -152,8 +152,9 @@ def test_each_change_shows_its_effect_on_the_server_or_a_reason():
 
 
 def test_marlins_workspace_is_predicted_without_and_with_column_slices():
-    """The server runs Kimi-K2.5 in INT4 at TP=8. The patched server computes slices of 1,024 columns, copies their
-    weights, and writes its output into the dead input."""
+    """The predicted workspace of Marlin equals a formula with the layer's sizes (Kimi-K2.5 in INT4 at TP=8). On the
+    patched server, it contains slices of 1,024 columns and a copy of their weights, but no output: the output lies in
+    the dead input."""
     report = advise(
         layer=LAYER | {"runner": "marlin", "method": "CompressedTensorsWNA16MoE", "intermediate": 256}, tp_size=8
     )

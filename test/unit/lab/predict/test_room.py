@@ -40,7 +40,8 @@ def test_without_a_known_need_the_verdict_is_not_known() -> None:
 
 
 def test_advised_fractions_are_bounded_by_weights_need_and_margin() -> None:
-    """The highest fraction leaves the need of 8 GB and a margin of 2,000 MB."""
+    """The least advised fraction has room for the weights. The highest fraction leaves free the need of 8 GB and a
+    margin of 2,000 MB."""
     found = Room(FIT, NEED)
     assert found.fit.least_fraction == 0.6
     assert found.highest_fraction == 0.93  # 140 of 150 GB are 0.9333, rounded down
@@ -97,8 +98,9 @@ def test_the_least_fraction_is_large_enough_for_the_weights() -> None:
 
 
 def test_a_model_that_does_not_load_does_not_start_with_any_fraction() -> None:
-    """Loading needs 90 GB for weights, 10 GB that stay allocated after loading, and 50 GB while a layer's weights are
-    laid out. The GPU has 150 GB. If the layout needs one byte more, no fraction lets the server start."""
+    """If loading needs more memory than the GPU's 150 GB, no fraction lets the server start. Loading needs 90 GB for
+    weights, 10 GB that stay allocated, and 50 GB while a layer's weights are laid out. One byte more for the layout is
+    too much."""
     fits = replace(FIT, loading=10 * GB, layout=50 * GB)
     assert (fits.least_memory, fits.loads, fits.starts) == (150 * GB, True, True)
     for fraction, begins_with in ((0.9, None), (0.5, 0.9)):
@@ -147,7 +149,8 @@ GPT_OSS_WEIGHT_BYTES = 65_248_815_744
 
 
 def test_an_error_without_a_message_is_described_by_its_place() -> None:
-    """The report prints such a description as the reason why the KV cache size is not known."""
+    """If an exception has no message, its description must name the function that raised it. The report of ``doctor``
+    prints this description as the reason why the KV cache size is not known."""
     with pytest.raises(KeyError) as caught:
         raise KeyError
     assert "in test_an_error_without_a_message_is_described_by_its_place" in engine_pools.describe_error(caught.value)

@@ -92,8 +92,9 @@ def test_a_run_passes_only_if_it_could_have_shown_a_drop(questions, right, lost,
 
 
 def test_a_run_passes_if_the_interval_of_the_drop_ends_below_the_allowed_drop():
-    """A run without a significant drop is inconclusive (code 2) if the interval also contains larger drops than the
-    allowed 3 points. For example, this is so with 5 losses and 4 gains in 200 answers."""
+    """A run passes (code 0) if the confidence interval of the drop ends below the allowed 3 points. It is inconclusive
+    (code 2) if the drop is not significant, but the interval contains larger drops, as with 5 losses and 4 gains in 200
+    answers."""
     for losses, gains, code in ((0, 0, 0), (3, 2, 0), (5, 4, 2), (4, 0, 2), (6, 0, 1), (3, 9, 0)):
         comparison = compare_counts(losses, gains, 200 - losses - gains)
         assert (comparison.exit_code, comparison.conclusive) == (code, code != 2), (losses, gains)

@@ -146,7 +146,8 @@ def wait_until(condition, process: subprocess.Popen[str] | None = None) -> None:
 
 
 def test_a_run_ends_with_a_report_and_leaves_nothing_else(regression, monkeypatch, capsys):
-    """The stand-in for the engine ends its own resource tracker with SIGKILL, as the engine does."""
+    """A complete run leaves only its report and the servers' logs: no process and no temporary file. The engine's
+    stand-in kills its own resource tracker, as the engine does, so this tracker cannot clean up."""
     monkeypatch.setattr(server, "PROGRESS_INTERVAL_S", -1.0)
     assert regression.run_in_process(monkeypatch) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -258,8 +259,7 @@ def test_a_killed_regress_leaves_no_server_file_and_keeps_logs_and_answers(regre
 
 
 def test_shared_memory_that_another_process_still_maps_is_kept(tmp_path):
-    """The supervised command creates shared memory. A process that is not a descendant of the command also maps this
-    memory."""
+    """Ending a command must not remove its shared memory if an unrelated process still maps it."""
     path = Path("/dev/shm") / f"standin-{uuid.uuid4().hex}"
     script = f"import mmap, time; f = open({str(path)!r}, 'w+b'); f.truncate(99); m = mmap.mmap(f.fileno(), 99)"
     script += "; print(flush=True); time.sleep(3600)"
@@ -278,9 +278,9 @@ def test_shared_memory_that_another_process_still_maps_is_kept(tmp_path):
 
 
 def test_a_supervised_process_can_set_its_title_after_pytorch_has_set_the_folder_of_its_cache(tmp_path):
-    """``setproctitle`` writes the title over the memory of the environment, which it finds by the first variable. It
-    fails if the process has set that variable again. PyTorch sets the folder of its cache, so this variable must not be
-    first."""
+    """A supervised process must be able to set its title, although PyTorch sets the variable of its cache folder in the
+    process. ``setproctitle`` needs the memory of the first environment variable, and loses it if the process sets this
+    variable. So the variable of the cache folder must not be the first."""
     script = "import os, setproctitle; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/cache'"
     script += "; setproctitle.setproctitle('a title'); print(open('/proc/self/cmdline').read().strip(chr(0)))"
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
@@ -303,7 +303,8 @@ def test_a_signal_between_the_two_servers_keeps_the_stock_answers(regression, mo
 
 
 def test_processes_that_cannot_be_ended_are_named_and_end_the_run(regression, monkeypatch, capsys):
-    """A process that waits for a driver can outlive SIGKILL."""
+    """If a process survives SIGKILL, for example because it waits for a driver, ``regress`` must name it and end the
+    run."""
     wait = supervisor.end_family
     monkeypatch.setattr(supervisor, "end_family", lambda root, patience: [*wait(root, patience), psutil.Process()])
     assert regression.run_in_process(monkeypatch) == 2

@@ -16,16 +16,17 @@ GRACE_S = 60.0
 
 
 class Server:
-    """Stand-in for a scheduler. It answers every request after one forward pass, which has the largest size in its
-    phase.
+    """Stand-in for a scheduler. It answers each request of the load driver after one forward pass. This forward pass
+    normally is as large as the request's phase requires.
 
-    :param small_phases: names of phases whose forward passes stay small.
+    :param small_phases: names of phases whose forward passes stay smaller than required.
     :param lost_phases: names of phases whose requests are never answered.
-    :param only: the only kind of phases to run; ``None`` to run all kinds.
-    :param left_s: function that returns the remaining seconds for further phases.
-    :param plants: whether the radix cache accepts a planted prefix; ``None`` if the server cannot plant prefixes.
-    :param fits: function that returns whether there is memory for a phase, from the phase's estimate.
-    :param changed: fields of ``LIMITS`` with other values.
+    :param only: kind of the phases to run; ``None`` for all kinds.
+    :param left_s: function that returns how many seconds are left for the rehearsal.
+    :param plants: whether the radix cache accepts a prefix that was not computed (a *planted* prefix); ``None`` if the
+        server cannot plant prefixes.
+    :param fits: function that returns whether there is memory for a phase, from an estimate of the phase.
+    :param changed: values that replace fields of ``LIMITS``.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Server:
     def run(self, between=lambda requests: None):
         """Run all phases, and return the driver.
 
-        :param between: function that is called before each answer. It may advance the clock.
+        :param between: function that is called before each answer, for example to advance the clock.
         """
         for _ in range(5000):
             requests = self.step(idle=True)
@@ -123,8 +124,8 @@ def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, 
 
 
 def test_a_phase_begins_when_the_phase_before_has_ended():
-    """If a phase began earlier, the engine would add its requests to the batch of the previous phase. This batch still
-    has the tensors of the previous phase's penalties."""
+    """The driver must not begin a phase while the engine still has the batch of the previous phase. Otherwise the
+    engine would add the new requests to this batch, which still has tensors for penalties."""
     server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
     (first, second) = (phase.name for phase in server.driver.phases)
     server.serve(server.step())
@@ -134,9 +135,9 @@ def test_a_phase_begins_when_the_phase_before_has_ended():
 
 @pytest.mark.parametrize("vocabulary", [1_950, 151_936])
 def test_the_radix_cache_finds_only_the_intended_prefix_in_prompts(vocabulary):
-    """If two prompts began with the same token by chance, the radix cache would already have this token. The forward
-    pass would then be smaller than planned. In the first case, the vocabulary has hardly more tokens than there are
-    prompts."""
+    """Two prompts may share only the prefix that their phase intends, and must differ in the next token. Otherwise the
+    radix cache would already have this token, and the forward pass would be too small. The smaller vocabulary of the
+    test has hardly more tokens than there are prompts."""
     server = Server(requests=256, captured=256, mixed=True, vocabulary=vocabulary)
     server.run()
     begins = []
@@ -164,10 +165,11 @@ def test_a_prompt_for_the_cache_is_answered_before_the_next_prompt_is_sent():
     ("radix_cache", "taken_s", "sent_count"), [(True, 10, 10), (True, 80, 1), (False, 10, 2), (False, 30, 1)]
 )
 def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, sent_count):
-    """The engine finishes each prompt that it has begun. If this takes too long, the engine's warm-up request times
-    out, and the server ends. The driver expects the next prompt to take at most 4 times as long as the slowest earlier
-    prompt, or 16 times without a radix cache. For example, a prompt has taken 80 s, and 280 s are left. The next prompt
-    is not sent, because it could take 320 s."""
+    """The driver sends no prompt that could take longer than the remaining time. It expects the next prompt to take at
+    most 4 times as long as the slowest earlier prompt, or 16 times without a radix cache.
+
+    For example, 280 s are left after a prompt of 80 s. The next prompt is not sent, because it could take 320 s.
+    """
     left = [360.0 - GRACE_S]
 
     def pass_time(requests):
@@ -213,8 +215,8 @@ def test_a_phase_that_is_not_reached_is_tried_again_and_then_reported():
 
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins(draft_tokens):
-    """If the server admits no request of a phase, the driver aborts the waiting requests. With speculation it aborts
-    them, too, although it then never aborts running requests."""
+    """If the server admits no request of a phase, the driver aborts the waiting requests. It must do so with
+    speculation, too, although it never aborts running requests then."""
     server = Server(draft_tokens=draft_tokens)
     first, *later = server.driver.phases
     for attempt in range(1, ATTEMPTS_PER_PHASE + 1):

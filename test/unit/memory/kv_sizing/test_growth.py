@@ -46,12 +46,12 @@ def test_all_ranks_get_the_size_that_fits_on_the_rank_with_least_memory(needs, t
 
 @pytest.mark.parametrize(("free", "least"), [(40, None), (25, 0.85), (15, 0.95), (12.9, None)])
 def test_a_larger_first_fraction_gives_the_rehearsal_enough_kv_cache(free, least):
-    """If the rule's KV cache is below the 10 GB that a rehearsal needs, the rehearsal starts with a larger fraction.
+    """A rehearsal needs a KV cache of 10 GB. If the rule's KV cache is smaller, the server starts with a larger
+    fraction.
 
-    :param free: GB that are free after loading. The rule sets 20 GB of them aside for forward passes. A larger fraction
-        must leave 3 GB to forward passes.
-    :param least: the larger fraction; ``None`` if the rule's fraction (0.8) is kept. 40 GB are enough without a larger
-        fraction, and 12.9 GB are too few for one.
+    :param free: free GB after loading. The rule reserves 20 GB of them for forward passes.
+    :param least: the larger fraction, which reserves at least 3 GB; ``None`` if the rule's fraction (0.8) is kept. This
+        fraction is large enough for 40 free GB. For 12.9 free GB, every fraction is too small or reserves too little.
     """
     launches = [LaunchMemory("", 100 * GB, int(each * GB), 0.8) for each in (free + 5, free)]
     found = sizing.find_larger_fraction(launches, 10 * GB, 2 * GB)
@@ -67,8 +67,9 @@ def test_a_larger_first_fraction_gives_the_rehearsal_enough_kv_cache(free, least
 def test_a_larger_first_fraction_also_gives_room_to_the_caches_for_images(
     has_images, reserved_gib, expected, monkeypatch
 ):
-    """Some releases take the caches for images (here 1 GiB) out of the memory that the fraction leaves to the KV cache.
-    The KV cache itself needs 204 tokens of 1 MB: two prefill chunks of 100 tokens, and two pages of 2 tokens."""
+    """If a release takes the caches for images (here 1 GiB) out of the memory for the KV cache, the larger fraction
+    must have room for them, too. The KV cache itself needs 204 tokens of 1 MB: two prefill chunks of 100 tokens, and
+    two pages of 2 tokens."""
     asked: list[int] = []
     monkeypatch.setattr(engine_rule, "bytes_per_token", lambda maker: 1e6)
     monkeypatch.setattr(engine_rule, "arguments_of", lambda arguments: {"chunked_prefill_size": 100})
@@ -162,7 +163,7 @@ class Ranks:
     :param map_error: exception that rank 1 raises when it maps memory; ``None`` if there is enough memory.
     :param silent_topics: topics on which rank 1 publishes nothing.
     :param refused_tokens: KV cache size in tokens that the engine refuses.
-    :param rehearses_twice: whether a phase has become larger after the first rehearsal, so that a second one follows.
+    :param rehearses_twice: whether a second rehearsal follows, because a phase has become larger after the first one.
     :param limits: limits of the forward passes.
     """
 
@@ -299,7 +300,7 @@ def test_all_ranks_shrink_together_if_the_driver_of_one_rank_cannot_unmap(monkey
 
 
 def test_a_rank_that_is_silent_after_growth_restores_the_engines_size(monkeypatch, caplog):
-    """The need with the larger KV cache is then not known on every rank."""
+    """If a rank does not report its need after the KV cache has grown, all ranks must restore the engine's size."""
     silent_topics: list[str] = []
     ranks = Ranks(monkeypatch, rehearses_twice=True, silent_topics=silent_topics)
     ranks.measure(500, 500)
@@ -331,8 +332,8 @@ def test_phases_that_became_larger_are_rehearsed_again_and_the_kv_cache_shrinks(
 
 
 def test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one(monkeypatch, caplog):
-    """A later rehearsal runs only the phases that have become larger. The allocator's slack of the earlier rehearsal
-    must still count, although the allocator frees it between the rehearsals."""
+    """A later rehearsal runs only the phases that have become larger. The need must still contain the allocator's slack
+    of the earlier rehearsal, although this slack was freed between the rehearsals."""
     ranks = Ranks(monkeypatch, rehearses_twice=True)
     without_forwards = 20_000_000_000 - RULE * BYTES_PER_TOKEN
     ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0}, free=int(without_forwards) - 70_000_000)
@@ -345,7 +346,8 @@ def test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one(monkeyp
 
 
 def test_all_ranks_get_the_request_limit_of_rank_0(monkeypatch):
-    """Rank 1 gets rank 0's limit, although it could not begin its last rehearsal and has no memory to grow."""
+    """All ranks must admit the number of requests that rank 0 has found. Here rank 1 could not begin its last
+    rehearsal, and has no memory to grow."""
     ranks, limited = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS), []
     for one in ranks.rehearsals():  # the rehearsal needs both to decide how many requests have memory
         assert (one.arguments["bytes_per_token"], one.arguments["margin"]) == (BYTES_PER_TOKEN, MARGIN)
@@ -444,10 +446,10 @@ def test_a_failed_rehearsal_logs_no_need(monkeypatch, caplog):
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_failed_later_rehearsal_restores_the_engines_size(stopped, monkeypatch):
-    """The failed rehearsal did not measure the need with the larger KV cache. The KV cache therefore gets the engine's
-    size again, and no third rehearsal follows.
+    """If the second rehearsal fails, the need with the larger KV cache is not known. All ranks must restore the
+    engine's size, and no third rehearsal follows.
 
-    :param stopped: whether the rehearsal had also ended early, because little memory was left.
+    :param stopped: whether the failed rehearsal had also ended early, because little memory was left.
     """
     ranks = Ranks(monkeypatch, rehearses_twice=True)
     ranks.measure(500, 500)
@@ -538,8 +540,8 @@ def test_an_estimated_need_counts_until_the_phase_has_run(monkeypatch):
 
 
 def test_rank_0_ends_a_rehearsal_that_it_does_not_drive(monkeypatch):
-    """Rank 0 fails to begin its second rehearsal, so it sends no requests. Without an order of rank 0, the rehearsal of
-    rank 1 would never end."""
+    """If rank 0 fails to begin its second rehearsal, it must order rank 1 to end its rehearsal. Rank 1 would otherwise
+    wait forever for the requests of rank 0."""
     ranks = Ranks(monkeypatch, rehearses_twice=True)
     monkeypatch.setattr(Rehearsal, "begin", lambda one: divide_by_zero() if one.leads else None)
     for one, spare in zip(ranks.starts, (500, 500), strict=True):

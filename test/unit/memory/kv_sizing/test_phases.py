@@ -376,7 +376,8 @@ def test_the_largest_decode_uses_every_sampling_parameter_that_takes_memory():
 
 @pytest.mark.parametrize("argument", [{"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}])
 def test_no_rehearsed_request_asks_for_min_p_if_each_request_is_sampled_with_a_seed(argument):
-    """The engine's sampler raises an error if a batch has both min_p and seeds."""
+    """If each request has a seed, the rehearsed requests must not use min_p. The engine's sampler raises an error if a
+    batch has both."""
     without: dict[str, object] = {}
     for arguments in (without, argument):
         sampling = find_phase(limits_of(arguments, FACTS), PhaseKind.PENALTIES).sampling
@@ -401,8 +402,8 @@ def test_a_long_prompt_begins_with_the_cached_prefix():
 @pytest.mark.parametrize("radix_cache", [True, False])
 @pytest.mark.parametrize(("chunk", "requests", "context"), [(64, 4, 318), (36, 20, 2999), (2047, 512, 40_953)])
 def test_no_chunk_ends_within_a_prompt_of_a_decode(chunk, requests, context, radix_cache):
-    """If a chunk ends within a prompt, the engine admits one request too few. The decode then never reaches its
-    size."""
+    """The prompts of a decode phase must fill the chunks without a cut prompt. If a chunk cuts a prompt, the engine
+    admits one request too few, and the decode never reaches its size."""
     info = {"chunked_prefill_size": chunk, "max_running_requests": requests, "disable_radix_cache": not radix_cache}
     c = limits_of(info, cache_tokens=100_000, requests=requests, input_tokens=context)
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
@@ -461,8 +462,9 @@ def test_a_batch_with_one_size_below_the_bound_does_not_meet_it(graph):
 @pytest.mark.parametrize("at_once", [0, 1, 2])
 @pytest.mark.parametrize("cache", [3_000_000, 20_000_000])
 def test_the_first_request_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_once, cache):
-    """The engine admits ``at_once`` requests in each mixed chunk, while earlier requests already decode. The first
-    request must generate so many tokens that it still runs when the last request is admitted."""
+    """The first request of a decode phase must generate so many tokens that it still runs when the last one is
+    admitted. With mixed chunks, the first requests already decode while the engine admits ``at_once`` requests in each
+    chunk."""
     c = replace(LIMITS, mixed=mixed, prefill_requests=at_once, requests=2000, cache_tokens=cache)
     forwards = c.requests // at_once if mixed and at_once else 0
     decodes = [phase for phase in phases.derive_phases(c) if phase.bound.requests == c.requests]

@@ -268,8 +268,8 @@ def test_orders_precede_requests_and_do_not_reach_the_engine():
 
 
 def test_orders_precede_waiting_requests_if_a_turn_reads_few_requests():
-    """If ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` is set, a turn may stop reading before the scheduler's socket is
-    empty."""
+    """Rank 0's orders must be read before the requests that wait at the scheduler's socket. This must hold even if
+    ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` limits the number of requests that a turn reads."""
     loop, obeyed_orders = Loop(*range(9)), list[object]()
     orders = ranks.Orders(loop, obeyed_orders.append)
     orders.open()

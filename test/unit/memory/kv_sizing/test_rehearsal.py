@@ -145,7 +145,8 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
 def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if_it_costs_little(
     free, has_default_requests, earlier, graphs, requests, stopped, lowest, arguments, scheduler, monkeypatch
 ):
-    """The sampling of a decode takes 20 MB for each request. One GB must stay free.
+    """A large decode is rehearsed if at least 1 GB stays free. Its sampling takes 20 MB for each request. If the user
+    has set no limit of concurrent requests, the margin must stay free, too, and the decode may cost only little memory.
 
     :param free: free memory in GB when the rehearsal starts.
     :param has_default_requests: whether the user has set no limit of concurrent requests.
@@ -154,9 +155,11 @@ def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if
     :param requests: limit of concurrent requests that the rehearsal sets; 0 if it sets none.
     :param stopped: whether the rehearsal ends because a decode that the user asked for does not fit.
     :param lowest: lowest free memory in GB, measured, or estimated for a decode that does not fit.
-    :param arguments: arguments of the rehearsal, and two settings of the stand-in. ``most``: number of requests in the
-        largest decode (default 300); if set, the allocator keeps all memory that it has reserved. ``kept_gb``: GB that
-        the allocator reserves in addition, from the decode of 300 requests on.
+    :param arguments: arguments of the rehearsal, and two settings of the stand-in:
+
+        - ``most``: number of requests in the largest decode (default 300). If it is set, the allocator keeps all memory
+          that it has reserved.
+        - ``kept_gb``: GB that the allocator reserves in addition, from the decode of 300 requests on.
     """
     arguments, reserves = dict(arguments), "most" in arguments
     most, kept_gb = arguments.pop("most", 300), arguments.pop("kept_gb", 0)
@@ -203,9 +206,12 @@ def test_the_next_smaller_request_limit_is_known_if_a_decode_leaves_little_memor
 
 
 def test_a_prompt_without_memory_is_not_sent(scheduler):
-    """Each token takes 100 MB, 5 GB are free, and 1 GB must stay free. A prompt of 40 tokens is sent, but the next
-    prompt, of 48 tokens, is not. The phase of these prompts counts as reached nevertheless, because each forward pass
-    of the stand-in has the largest size of its phase."""
+    """A prompt is not sent if less than 1 GB would stay free. Each token takes 100 MB, and 5 GB are free. So the prompt
+    of 40 tokens is sent, and the next prompt, of 48 tokens, is not.
+
+    The phase of these prompts still counts as reached, because each forward pass of the stand-in has the largest size
+    of its phase.
+    """
     instance = scheduler()
     longest = 0
 
@@ -288,8 +294,9 @@ def test_waiting_requests_count_as_stuck_after_a_long_time_without_a_batch(
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_rehearsal_times_out_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
-    """A planted prefix is in the radix cache, but was never computed. A user's prompt with this prefix would read
-    arbitrary keys and values. Therefore the rehearsal waits until the cache can be flushed."""
+    """After its timeout, a rehearsal ends at once, unless it has put a prefix into the radix cache without computing it
+    (*planted* it). It then waits until the cache can be flushed. Otherwise a user's prompt with this prefix would read
+    arbitrary keys and values."""
     instance, now = scheduler(), [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal, "plant", lambda scheduler, tokens: True)

@@ -85,8 +85,8 @@ def request(prompt, new, computed=0):
 
 
 EXTRA_TOKENS = 9
-"""Number of KV cache tokens that a request takes in addition to its prompt and its new tokens. The engine admits a
-request only if one more token is free."""
+"""KV cache tokens that a request takes in addition to its prompt and its new tokens. The engine admits a request only
+if one further token is free, so the expected sizes contain 10 tokens for each request."""
 
 
 class Flags(set):
@@ -203,8 +203,8 @@ def test_prefixes_in_the_tail_are_evicted_while_memory_is_short(make_rank):
 
 
 def test_a_pipeline_stage_with_a_running_prefill_is_not_flushed(make_rank):
-    """Up to engine release 0.5.12.post1, the scheduler of a pipeline stage reports that it is idle although a prefill
-    is running. The radix cache must not be flushed then."""
+    """The radix cache must not be flushed while a prefill runs. Up to engine release 0.5.12.post1, the scheduler of a
+    pipeline stage reports that it is idle even then."""
     rank = make_rank(2 * GB, is_fully_idle=lambda: True, mbs=[None, SimpleNamespace(reqs=[request(3, 4)])])
     rank.allocator.free_pages = rank.allocator.free_pages[:8700]
     obey_order(Retire(8500), rank)
@@ -213,9 +213,13 @@ def test_a_pipeline_stage_with_a_running_prefill_is_not_flushed(make_rank):
 
 
 def test_with_mixed_chunks_decoding_requests_keep_slots_for_the_rest_of_the_prompt(make_rank):
-    """A mixed chunk of 100 tokens has one token of each of 20 decoding requests, and 80 tokens of the prompt. The rest
-    of the prompt, 900 tokens, takes 12 chunks. Each decoding request keeps 14 slots: one for each chunk, one more, and
-    a page, which has one slot here. Two more pages stay free."""
+    """While a prompt is computed in mixed chunks, the slots that its remaining chunks need must not be withdrawn.
+
+    - The rest of the prompt takes 900 slots, and 12 chunks: a chunk of 100 tokens has 80 tokens of the prompt, and one
+      token of each of 20 decoding requests.
+    - Each decoding request takes 14 slots: one for each of the 12 chunks, one more, and a page of one slot.
+    - Two more pages stay free.
+    """
     batch = SimpleNamespace(reqs=[request(3, 4)] * 20)
     rank = make_rank(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
     assert serving.spare_tokens(rank.scheduler) == 10_000 - 900 - 20 * 14 - 2
@@ -231,8 +235,8 @@ def test_sliding_window_layers_keep_room_for_a_window_and_a_prefill():
 
 
 def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
-    """The other ranks have withdrawn the same slots and unmapped their memory. So this rank must not use these slots,
-    although they still have memory."""
+    """If the driver cannot unmap the memory of withdrawn slots, a rank must not use these slots again. All ranks must
+    use the same slots, and the other ranks have unmapped theirs."""
     rank = make_rank(9 * GB)
 
     def fail(counts):
@@ -253,8 +257,9 @@ def raise_not_implemented():
 @pytest.mark.parametrize("cache", ["plain", "beside states"])
 @pytest.mark.parametrize(("computed", "evictable", "withdrawn"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
 def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable, withdrawn, cache, make_rank):
-    """The engine computes the next chunk of a prompt without checking for free slots. The prompt has 1,000 tokens, and
-    ``computed`` of them are computed. Of the slots to be withdrawn 1,300 are free, and 100 other slots are free."""
+    """Only free slots that the rest of a chunked prompt does not need may be withdrawn, because the engine computes the
+    next chunk without checking for free slots. The prompt has 1,000 tokens, of which ``computed`` are computed. In the
+    part of the KV cache to be unmapped 1,300 slots are free, and in the other part 100."""
     rank = make_rank(0, chunked_req=request(1000, 5, computed))
     says = {
         "evictable_size": lambda: evictable,
@@ -269,8 +274,9 @@ def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable
 
 
 def test_a_second_order_is_obeyed_after_the_first(make_rank):
-    """Rank 0 may send a second order as soon as it has finished the first order. Another rank of data-parallel
-    attention may still execute the first order then, because its requests still use slots to be withdrawn."""
+    """If a second order arrives while a rank still executes the first one, the rank must execute both, one after the
+    other. This can happen with data-parallel attention: rank 0 has finished the first order, but requests of another
+    rank still use slots to be unmapped."""
     rank = make_rank(9 * GB, leads=False)
     held_slots, rank.allocator.free_pages = rank.allocator.free_pages[7000:], rank.allocator.free_pages[:7000]
     for tokens in (8500, 7500):
@@ -301,8 +307,8 @@ TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
     ids=str,
 )
 def test_the_kv_cache_keeps_room_for_two_prefills_and_rank_0s_longest_request(scheduler, ordered, make_rank, caplog):
-    """In each case, the KV cache keeps so much room that it cannot free all missing memory. The log then says once that
-    memory is short."""
+    """Rank 0 frees missing memory only as far as the KV cache keeps room for two prefill chunks and for its longest
+    request. The log must then say once that memory is short."""
     rank = make_rank(0, **scheduler)
     rank.serving.run_turn()
     assert rank.orders == ordered
@@ -370,8 +376,8 @@ RECORDS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_
     ids=["none waits", "one waits", "one of a session waits", "one of a new session waits", "a short one waits"],
 )
 def test_slots_of_streaming_sessions_are_never_freed(waiting, least, prefixes, make_rank):
-    """The engine never frees the slots of streaming sessions for another request. If a request finds no other slots,
-    the engine aborts the request."""
+    """An order must leave enough slots for streaming sessions and for the waiting requests. The engine never frees a
+    session's slots for another request. It would abort a request that finds no other slots."""
     rank = make_rank(0, waiting_queue=waiting)
     vars(rank.scheduler.tree_cache).update(prefixes)
     rank.scheduler.chunked_prefill_size = 100
@@ -384,8 +390,9 @@ def test_slots_of_streaming_sessions_are_never_freed(waiting, least, prefixes, m
 
 
 def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
-    """With data-parallel attention, rank 0 may have withdrawn its slots already. It does not know that the radix cache
-    of another rank still uses slots to be withdrawn. So the other rank reports this when it is idle."""
+    """If prefixes in another rank's radix cache still use slots to be unmapped, this rank must report it when it is
+    idle. Rank 0 then orders all ranks to evict prefixes. With data-parallel attention, rank 0 may have unmapped its own
+    slots before."""
     first, second = make_rank(2 * GB), make_rank(2 * GB, leads=False)
     second.allocator.free_pages = second.allocator.free_pages[:8000]
     obey_order(Retire(8500), first, second)
@@ -401,8 +408,9 @@ def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
 
 @pytest.mark.parametrize(("waiting", "goal"), [([], 9000), ([request(9900, 100)], 10_000)], ids=str)
 def test_rank_0_orders_once_if_another_rank_is_short(waiting, goal, make_rank):
-    """The report of another rank says that memory is short, but not by how many bytes. Rank 0 therefore orders all
-    ranks to free half of the margin. If no tokens can be freed, the order contains the current number of tokens."""
+    """If another rank reports that its memory is short, rank 0 orders all ranks once to free half of the margin,
+    because the report has no number of bytes. If no tokens can be freed, the order contains the current number of
+    tokens."""
     first, second = make_rank(9 * GB, waiting_queue=waiting), make_rank(0, leads=False)
     second.serving.run_turn()
     assert (second.orders, len(second.board)) == ([], 1)
@@ -534,7 +542,8 @@ def test_a_request_that_would_not_fit_at_the_goal_is_refused():
 
 
 def test_an_allocator_that_already_has_the_size_is_not_cleared():
-    """Clearing the allocator would free slots that the requests of an abandoned rehearsal may still use."""
+    """If the allocator already has the new size, it must keep its allocated slots. Requests of an abandoned rehearsal
+    may still use them."""
     allocator = Allocator(40)
     held_slots = allocator.alloc(7)
     resize_allocator(allocator, TokenCounts(40))
@@ -631,8 +640,8 @@ def test_fewer_requests_are_admitted_while_a_penalized_one_waits(scheduler):
 
 
 def test_a_penalized_request_that_left_the_queue_does_not_count_even_if_a_session_keeps_it(scheduler):
-    """A session may keep a reference to an aborted request. Ranks collect garbage at different times. The limit must
-    not depend on such references, because all ranks must admit the same requests."""
+    """An aborted request must not count, even if a session still refers to it. Python deletes such a request at
+    different times on different ranks, and all ranks must admit the same requests."""
     session = Request(min_p=0.1)
     scheduler._add_request_to_queue(session)
     scheduler._add_request_to_queue(Request())
@@ -653,8 +662,9 @@ def test_a_penalized_request_that_left_the_queue_does_not_count_even_if_a_sessio
     ids=str,
 )
 def test_fewer_requests_are_admitted_to_a_penalized_batch(sampling, scheduler):
-    """A batch with a penalized request has tensors with one row for each request, as long as the vocabulary. The engine
-    keeps these tensors after the penalized request has ended, and adds a row for each request that joins the batch."""
+    """The lower limit for penalized requests applies as long as the batch has tensors for penalties, with a row for
+    each request. The engine keeps these tensors after the penalized request has ended, and adds rows for new requests.
+    """
     scheduler.running_batch = batch_of(Request(), **sampling)
     vars(scheduler.running_batch).update({name: True for name in sampling if name == "return_logprob"})
     assert count_admitted(scheduler) == 156
