@@ -1,8 +1,10 @@
 """Configuration of the engine tests, which run the real engine on the CPU with the reference kernels.
 
-All tests run on the default release. Tests with the mark ``every_release`` run on the other releases, too, because they
-test behaviour that differs between releases. `make test-all` also runs the tests with the mark ``product``. They are
-further cases of behaviour that other tests cover. `.ci/run` also runs the longest tests, which have the mark ``ci``.
+All tests run on the default release. Three marks change when a test runs:
+
+- ``every_release``: tests that run on the other releases, too, because the tested behaviour differs between releases.
+- ``product``: further cases of behaviour that other tests cover. Only `make test-all` runs them.
+- ``ci``: the longest tests. `.ci/run` runs them, and `make test` does not.
 """
 
 from __future__ import annotations

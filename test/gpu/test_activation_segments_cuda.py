@@ -329,9 +329,13 @@ def evict_and_reload(server: Server, model: Path) -> None:
 def serve(case: Case, mode: str, model: Path, work: Path) -> Observations:
     """Start one server, and run a test case on it.
 
-    :param mode: ``control`` runs without the change, ``guarded`` with it, ``unset`` with the default settings.
-        ``unguarded`` runs with the change but without its guard. The guard switches the allocator back to ordinary
-        segments while a CUDA graph is captured.
+    :param mode: one of four modes:
+
+        - ``control``: without the change.
+        - ``unset``: with the change and its default settings.
+        - ``guarded``: with the change, switched on.
+        - ``unguarded``: like ``guarded``, but the allocator does not switch back to ordinary segments while a CUDA
+          graph is captured.
     """
     plugins.write_module(work / f"plugin-{mode}", "segment_recorder", SEGMENT_RECORDER)
     arguments = ["--model-path", str(model), "--skip-tokenizer-init", "--random-seed", "1", "--grammar-backend", "none"]

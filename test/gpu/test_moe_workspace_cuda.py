@@ -243,7 +243,8 @@ def replace_slow_kernels(monkeypatch, request):
 
 @pytest.fixture
 def slice_counts(monkeypatch):
-    """Numbers of column slices, one for each call of the fused-MoE function whose output tensor may be cut."""
+    """List with one entry for each call of the fused-MoE function whose output tensor may be cut: the number of column
+    slices."""
     counts = []
     slices = deferred_tensor.choose_column_slices
 
@@ -280,8 +281,8 @@ KINDS = (
     *("bf16", "fp8-block", "fp8-channel", "fp8-tensor", "fp8-static"),
     *("int8-channel", "int8-block", "w8a16", "w4a16"),
 )
-FURTHER = ("fp8-static", "int8-channel", "int8-block")
-"""Names of test cases with a quantization that another case tests, too. Only `make test-all` runs them."""
+KINDS_ONLY_IN_TEST_ALL = ("fp8-static", "int8-channel", "int8-block")
+"""Quantizations that resemble another tested quantization. Only `make test-all` tests them."""
 
 
 def product(*case):
@@ -292,9 +293,9 @@ def product(*case):
 @pytest.mark.parametrize(
     ("kind", "inplace"),
     [
-        *((kind, False) for kind in KINDS if kind not in FURTHER),
+        *((kind, False) for kind in KINDS if kind not in KINDS_ONLY_IN_TEST_ALL),
         ("bf16", True),
-        *(product(kind, False) for kind in FURTHER),
+        *(product(kind, False) for kind in KINDS_ONLY_IN_TEST_ALL),
         product("fp8-block", True),
     ],
 )
@@ -306,9 +307,7 @@ def test_column_slices_give_the_same_bits(modules, slice_counts, kind, inplace):
 
 
 def route_elsewhere():
-    """Return a copy of the routing in which some experts are on other ranks. All experts of row 7 are on other
-    ranks.
-    """
+    """Return the routing's expert ids, with -1 for experts on other ranks. All experts of row 7 are on other ranks."""
     ids = layer()["topk_ids"].cpu().clone()
     ids[ids >= 3] = -1
     ids[7] = -1
@@ -585,8 +584,8 @@ def test_a_lost_slice_changes_the_result(modules, slice_counts, monkeypatch):
 
 @pytest.mark.usefixtures("lower_thresholds")
 def test_another_tile_size_changes_the_bits(modules, slice_counts, monkeypatch):
-    """The slices must use the tile sizes that the engine chose for the whole tensor. With other tile sizes, the GEMM
-    adds in another order.
+    """With other tile sizes than the engine chose for the whole tensor, the bits of the output change, because the GEMM
+    adds in another order. The slices must therefore use the engine's tile sizes.
     """
     given = layer(kind="fp8-block", intermediate=128, block=64, config={**CONFIG, "BLOCK_SIZE_K": 64}, hidden=512)
     stock, ours = run_both(modules, given)

@@ -180,7 +180,7 @@ def run_both(module, given):
         return stock, run(module, given)
 
 
-def same(a, b):
+def are_equal(a, b):
     """Return whether two outputs have the same bits. On a GPU the outputs need only be close, because the stock
     engine's output differs from run to run.
     """
@@ -215,7 +215,8 @@ def replace_slow_kernels(monkeypatch, request):
 
 @pytest.fixture
 def slices_per_call(monkeypatch):
-    """Column slices that each call of Marlin's function chose, as pairs: first column, and column after the last."""
+    """List with one entry for each call of Marlin's function: the column slices that the call chose. A slice is a pair
+    of its first column and the column after its last."""
     found = []
     choose = marlin.choose_column_slices
 
@@ -286,15 +287,15 @@ def test_a_server_with_column_slices_answers_as_stock(
     assert stock.float().abs().max() > 0.01
     assert slices_per_call == [slices]
     assert caplog.text.count(f"is cut into {len(slices)} column slices") == 1
-    assert same(stock, ours)
+    assert are_equal(stock, ours)
     if needs == "w2_bias":
-        assert not same(stock, run(module, layer(**more | {"w2_bias": more["w2_bias"].flip(1)})))
+        assert not are_equal(stock, run(module, layer(**more | {"w2_bias": more["w2_bias"].flip(1)})))
 
 
 @pytest.mark.parametrize("given_map", [False, True])
 def test_experts_of_other_ranks_add_nothing_to_the_sum(module, slices_per_call, given_map):
-    """The GEMM does not write the rows of experts on other ranks. The memory of these rows still has values of the
-    previous slice, which must not be added.
+    """The sum leaves out experts on other ranks. The GEMM does not write the rows of these experts, so the rows still
+    have values of the previous slice.
     """
     ids = torch.tensor([[0, -1, 1], [2, 3, -1], [-1, -1, -1], [1, 2, 0]] * 10)
     more = {"expert_map": torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)}
@@ -302,19 +303,20 @@ def test_experts_of_other_ranks_add_nothing_to_the_sum(module, slices_per_call, 
         ids, more = ids.clamp_min(0), {}
     stock, ours = run_both(module, layer(ids=ids, **more))
     assert len(slices_per_call[0]) == 4
-    assert same(stock, ours)
+    assert are_equal(stock, ours)
     if given_map:
         assert not ours[2::4].any()
 
 
 def test_no_kernel_reads_the_input_after_the_output_overwrites_it(module):
-    """The test sets ``inplace``, so that the output overwrites the input. No caller in the engine sets ``inplace``."""
+    """No kernel reads the input after the output has overwritten it. The test sets ``inplace``, which makes the output
+    overwrite the input. No caller in the engine sets ``inplace``."""
     given = layer(inplace=True)
     stock, x = run(module, given), given["hidden_states"].clone()
     with install_column_slices():
         ours = getattr(module, marlin.NAME)(**given | {"hidden_states": x})
     assert ours.data_ptr() == x.data_ptr()
-    assert same(stock, ours)
+    assert are_equal(stock, ours)
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
@@ -356,7 +358,7 @@ def test_moe_workspace_mb_bounds_the_workspace(module, slices_per_call, monkeypa
     given = layer(tokens=500, intermediate=64, experts=2, top_k=2)
     stock, ours = run_both(module, given)
     assert len(slices_per_call[0]) > 1
-    assert same(stock, ours)
+    assert are_equal(stock, ours)
     monkeypatch.setenv(column_slices.MOE_WORKSPACE_MB.name, "100")
     with install_column_slices():
         run(module, given)
@@ -379,7 +381,7 @@ def test_the_output_lies_in_the_dead_input(module, slices_per_call, monkeypatch,
         assert channel.get_offered_buffer() is (buffer if offered == "to a whole call" else None)
     assert [len(slices) for slices in slices_per_call] == ([] if offered == "to a whole call" else [4])
     assert (ours.data_ptr() == buffer.data_ptr()) == (offered == "a dead input")
-    assert same(stock, ours)
+    assert are_equal(stock, ours)
     assert offered == "a dead input" or torch.equal(buffer.nan_to_num(), before.nan_to_num())
 
 
@@ -432,7 +434,7 @@ def test_the_engines_own_operator_runs(module, slices_per_call, monkeypatch, why
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     stock, ours = run_both(module, layer())
     assert slices_per_call == []
-    assert same(stock, ours)
+    assert are_equal(stock, ours)
 
 
 def test_a_call_with_positional_arguments_runs_in_slices(module, slices_per_call):
@@ -442,7 +444,7 @@ def test_a_call_with_positional_arguments_runs_in_slices(module, slices_per_call
     with install_column_slices():
         ours = getattr(module, marlin.NAME)(*first, **given)
     assert len(slices_per_call) == 1
-    assert same(stock, ours)
+    assert are_equal(stock, ours)
 
 
 # --- Probing ---------------------------------------------------------------------------------------------------------
@@ -541,4 +543,4 @@ def test_a_captured_call_equals_the_eager_call(module, slices_per_call):
             graph.replay()
         torch.cuda.synchronize()
     assert all(len(found) == 4 for found in slices_per_call)
-    assert same(eager, captured)
+    assert are_equal(eager, captured)

@@ -68,9 +68,11 @@ def scan(folder: Path) -> dict[str, str]:
 
 
 def _may_be_plain(value: ast.expr, function: ast.FunctionDef) -> bool:
-    """Return whether a declaration of how the residual is read or updated allows a plain sum.
+    """Return whether a layer's declaration allows the residual to be a plain sum. A declaration says how the layer
+    reads or updates the residual.
 
-    It does if one of its possible values is in :data:`_PLAIN`, or if the code names no value.
+    A plain sum is allowed if one of the declaration's possible values is in :data:`_PLAIN`, or if the code names no
+    value.
 
     :param value: value of a keyword argument in :data:`_RESIDUAL_KEYWORDS`.
     :param function: function that contains the declaration.
@@ -169,8 +171,8 @@ class _Engine:
     def find(self, module: _Module, name: str, above: frozenset[tuple[str, str]] = frozenset()) -> list[_Class]:
         """Return the classes that a name refers to in a module: one class, or the classes in a table such as a dict.
 
-        :param above: pairs of a module and a name whose lookups called this lookup. Modules may import each other, so a
-            pair that appears again ends the lookup.
+        :param above: (module, name) pairs of the lookups that led to this lookup. If a pair appears again, the lookup
+            ends, because modules may import each other.
         """
         if name in module.classes:
             return [module.classes[name]]
@@ -220,10 +222,10 @@ class _Engine:
         return self._moe[kind]
 
     def layers(self, stack: _Class) -> list[_Class]:
-        """Return the classes of decoder layers that may have routed experts, for ``stack``.
+        """Return the classes of decoder layers with routed experts over which ``stack`` may loop.
 
-        ``stack`` is a class that loops over layers. Its source names the classes. If the source names none, the base
-        classes of ``stack`` are searched, nearest first.
+        :param stack: class that loops over layers. Its source names the classes of the layers. If the source names
+            none, the base classes of ``stack`` are searched, nearest first.
         """
         for kind in self.ancestry(stack):
             named = [each for name in kind.mentions for each in self.find(kind.module, name)]
@@ -264,8 +266,8 @@ class _Engine:
     def _sum_skip_reason(self, layer: _Class, forward: ast.FunctionDef) -> str | None:
         """Return a reason if a layer's residual cannot be a plain sum, else ``None``.
 
-        A layer declares how it reads and updates the residual. Some layers choose these declarations, or their
-        communicator, by the model's configuration. The scan then assumes a plain sum.
+        A layer declares how it reads and updates the residual. If the declarations or the layer's communicator depend
+        on the model's configuration, the scan assumes a plain sum.
         """
         if "self.attn_boundary.prepare" not in ast.unparse(forward):
             return None

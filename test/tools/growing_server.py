@@ -39,8 +39,8 @@ NO_GPU = (
     "its forward passes and the growth are real."
 )
 NO_FIGURES = ("rehearses the largest forwards", "needed in addition to weights and KV cache")
-"""Beginnings of kv-sizing's log lines that mean nothing without a GPU. Their time limit and their memory of forward
-passes come from the stand-in for the driver."""
+"""Beginnings of kv-sizing's log lines whose figures mean nothing without a GPU. These figures are a time limit and the
+memory of forward passes. They come from the stand-in for the driver."""
 
 
 class Start(NamedTuple):
@@ -59,8 +59,8 @@ class Start(NamedTuple):
 
     @property
     def growth(self) -> Growth | None:
-        """Result of kv-sizing; ``None``: the KV cache did not grow, or ``/metrics`` and ``/get_server_info`` have
-        different sizes.
+        """Growth of the KV cache, if ``/metrics`` and ``/get_server_info`` report the same grown size. Otherwise
+        ``None``.
         """
         grew = self.sizing and self.sizing.rule_tokens < self.sizing.tokens == self.tokens
         return self.sizing if grew else None

@@ -743,8 +743,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "test_requests_find_as_much_of_a_planted_prefix_as_their_phase_needs": [("is_bigram=pairs", "is_bigram=False")],
     },
 }
-"""Mutations by file and test. A row has the text and its replacement. If newer releases do not run the code, the row
-also has the last release that runs it.
+"""Mutations, by the file that they change and by the test that must then fail. A mutation is a tuple of two texts: a
+text in the file, and its replacement. If newer releases do not run the changed code, a third text names the last
+release that runs it.
 """
 
 

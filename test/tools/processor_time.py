@@ -25,8 +25,8 @@ from share import ALL_CASES
 NAME = "processor-time"
 LIMIT_S = 30.0
 LOOPS, LOOPS_S = 3_000_000, 0.2
-"""Iterations of the timed loop, and its duration in seconds on a machine with the limit ``LIMIT_S``. On a slower
-machine, the limit is higher."""
+"""Iterations of the timed loop, and the seconds that they take on a machine of normal speed. On a slower machine, the
+limit is higher than ``LIMIT_S``."""
 SAMPLED_S = 1.0
 """Seconds between two samples of the child processes. Processor time of a child after its last sample is not
 counted."""

@@ -209,10 +209,13 @@ def tokens_of_forwards():
         return {"new_token_ratio_tracker": tracker}
 
     def tokens_per_request(args: Any) -> list[int]:
-        """Return the tokens per request of each kind of decode forward pass: one number for each kind.
+        """Return the tokens per request of each kind of decode forward pass that the server runs.
 
-        Without speculative decoding there is one kind. NGRAM has only verification. EAGLE also has draft and
-        draft-extend. The number for verification comes from the engine's ``EagleVerifyInput``.
+        - Without speculative decoding: one number, for the decode.
+        - NGRAM: one number, for the verification.
+        - EAGLE: three numbers, for the verification, the draft and the draft-extend.
+
+        The number for the verification comes from the engine's ``EagleVerifyInput``.
         """
         if not args.speculative_algorithm:
             return [1]

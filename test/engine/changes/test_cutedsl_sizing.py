@@ -314,7 +314,7 @@ def test_the_bound_is_upstreams_number_if_its_terms_are_the_largest(server_args,
 )
 def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, expected):
     """Each of these server arguments raises this package's bound on the tokens in a forward pass. Later engine releases
-    compute a smaller bound with these arguments, and the package leaves the engine's method unchanged there.
+    compute the bound themselves. Their bound is smaller with these arguments, and the package does not replace it.
     """
     args = server_args(**{"max_prefill_tokens": 512, **graph_arguments(64), **more})
     assert bound(args) == expected
@@ -355,11 +355,12 @@ def test_the_page_states_the_installed_engines_default_budget():
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(server_args, monkeypatch):
-    """If the dispatcher's budget (its number of tokens per rank, set by an environment variable) is too small for the
-    server's prefills, the server does not start. The error names the smallest budget that suffices. If the engine
-    release has no check of its own, this package's check refuses the server.
+    """The server does not start if the token budget of FlashInfer's dispatcher is too small for the server's prefills.
+    The error contains the command that sets a sufficient budget. The budget is a number of tokens per rank, and an
+    environment variable sets it.
 
-    The combination of server arguments in this test is artificial: 0.5.11 and 0.5.12.post1 do not allow it.
+    If the engine release does not check the budget, this package does. Releases 0.5.11 and 0.5.12.post1 do not allow
+    the server arguments of this test together.
     """
     args = server_args(
         **{"moe_runner_backend": "flashinfer_cutedsl", "moe_a2a_backend": "flashinfer", "ep_size": 8, "tp_size": 8},

@@ -77,8 +77,9 @@ def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpo
 
 @pytest.mark.usefixtures("require_package_deferral")
 def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(engine, checkpoint, monkeypatch):
-    """Without the guard of the change, the shared experts read an overwritten input, and the answer differs. The guard
-    checks whether the runner overwrites its input.
+    """A wrong deferral changes the answer, so the tests of this file would detect it. The routed experts of this test
+    overwrite their input. The change does not notice, and defers the shared experts. If ``find_reason_to_run_first``
+    returns a reason, the change does not defer them, and the answer is right.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 

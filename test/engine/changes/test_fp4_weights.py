@@ -113,7 +113,7 @@ def marlin(engine, monkeypatch):
     """Make the engine run NVFP4 experts on Marlin, as on a Hopper GPU. A stand-in replaces Marlin's repacking kernel,
     which needs a GPU.
 
-    :returns: list to which each call of the stand-in adds a number: how many results of earlier calls still exist.
+    :returns: list to which each call of the stand-in adds the number of earlier results that still exist.
     """
     return marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
 
@@ -150,16 +150,16 @@ def test_marlin_keeps_no_scales_that_it_never_reads_and_no_list_of_experts(engin
 
 @pytest.mark.usefixtures("marlin")
 def test_scales_that_another_kernel_reads_stay(engine, checkpoint):
-    """On a Hopper GPU, only Marlin does not read a layer's scales. If the server's arguments choose another kernel, the
-    scales stay allocated. The change must not conclude from the kind of GPU that Marlin runs.
+    """If the server's arguments choose another kernel than Marlin on a Hopper GPU, a layer's swizzled scales stay
+    allocated, because the other kernel reads them. The change must not assume that every Hopper GPU runs Marlin.
     """
     with installed(fp4_weights.CHANGE), engine.override_arguments(moe_runner_backend="flashinfer_cutlass"):
         assert scale_bytes_while_loading(engine, checkpoint()) == [SCALES] * 3
 
 
 def test_the_change_is_applied_on_hopper_if_the_release_serves_nvfp4_there(monkeypatch, patcher):
-    """On Hopper the change is applied if the engine release serves NVFP4 models on Hopper. The engine's own functions
-    decide whether it does.
+    """On a Hopper GPU, the change patches the engine's NVFP4 method only if the engine release serves NVFP4 models on
+    Hopper. A release serves them if it can prepare NVFP4 layers for Marlin.
     """
     from sglang.srt.layers.quantization import modelopt_quant
     from sglang_moe_patches.core.patch import Status

@@ -181,9 +181,11 @@ def layer_with_runner(rank: int) -> Any:
 def set_limit(monkeypatch):
     """Function that sets the user's limit on the rows that the MoE kernel computes, in the layers of all ranks.
 
-    Without ``attn_tp`` the engine itself applies the limit. With ``attn_tp`` each layer gets a :class:`Policy`, and
-    this package applies the limit. Up to 0.5.12.post1 the engine reads the limit into an attribute when a layer is
-    constructed. Later releases read it in every forward pass.
+    The function's argument ``attn_tp`` decides which code applies the limit. If it is ``None``, the engine does.
+    Otherwise each layer gets a :class:`Policy`, and this package does.
+
+    Up to 0.5.12.post1 the engine reads the limit once, when a layer is constructed. Later releases read the limit in
+    every forward pass.
     """
 
     def set_limit(layers: list[Any], limit: int, attn_tp: int | None = None, **policy: Any) -> None:

@@ -82,8 +82,9 @@ def test_answers_are_bit_identical_with_one_buffer_for_all_layers(
 @pytest.mark.compatibility
 @pytest.mark.usefixtures("require_engine_buffer")
 def test_the_engines_own_offer_overwrites_a_residual_and_ours_does_not(backend, engine, checkpoint, stock, monkeypatch):
-    """The engine's own output buffer overwrites the residual in a first layer with experts (``first_k_dense_replace:
-    0``), because that layer has no separate residual. This package's offer does not.
+    """If the first layer has experts (``first_k_dense_replace: 0``), the engine's own output buffer overwrites the
+    residual, because this layer has no separate residual. The buffer that this package offers does not overwrite the
+    residual.
     """
     first_is_dense, first_is_moe = checkpoint(), checkpoint(dense_layers=0)
     engines = {path: engine.generate(engine.load(path), PROMPTS, STEPS) for path in (first_is_dense, first_is_moe)}
@@ -160,8 +161,8 @@ def test_the_callers_input_embeds_are_unchanged(engine, checkpoint, monkeypatch,
 
 
 def test_the_allreduce_fusion_mark_is_not_inherited(engine, checkpoint, kernels, monkeypatch):
-    """The engine marks a tensor if the next layer fuses the tensor's all-reduce. The output of an unmarked layer
-    must not inherit the mark of the tensor whose storage it reuses.
+    """A layer's output must not inherit the engine's mark for a fused all-reduce from the tensor whose storage it
+    reuses. The engine marks a layer's output if the next layer fuses the all-reduce of this output.
     """
 
     def find_fusion_marks():

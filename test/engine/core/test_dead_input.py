@@ -207,8 +207,8 @@ def test_a_layer_with_a_forward_hook_offers_nothing(engine, path, kernels):
 def keep_layers_results(model, keeper):
     """Register hooks that keep a reference to each layer's result.
 
-    The next layer's norm must not work in place (``--enable-deterministic-inference``), or it would overwrite the
-    result.
+    The test needs norms that do not work in place (``--enable-deterministic-inference``). Otherwise the next layer's
+    norm would overwrite the result.
     """
     for layer in model.model.layers[:-1]:
         layer.register_forward_hook(lambda module, given, result: keeper(result))
@@ -468,7 +468,8 @@ def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("use_triton")
 def test_actions_of_the_changes_in_triton_layers_are_counted(write_bf16, run, patcher):
-    """Each change counts its actions. The model has four layers, and the input of the first layer is never dead."""
+    """The description of the changes' actions has the number of layers in which each change acted. The model has four
+    layers. The input of the first layer is never dead, so three layers offer their input."""
     applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON_CHANGES["all"]]
     tally = counting.Tally([count for counts in counting.active_counts(applied).values() for count in counts])
     tally.install(patcher)
@@ -533,9 +534,9 @@ def expert_outputs(monkeypatch):
 def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_is_offered(
     selected, cuts_columns, write_bf16, engine, run, expert_outputs, monkeypatch
 ):
-    """If the server uses symmetric memory, the output of the experts must lie in the pool of that memory. The stock
-    Triton runner writes over its input, which is in the pool. The changes do not write over the input. They must
-    allocate the output in the pool, and ignore an offered buffer.
+    """With symmetric memory, the output of the experts lies in the memory pool, even if a buffer is offered. The stock
+    Triton runner writes the output over its input, which lies in the pool. The patched runner must allocate its output
+    in the pool, and must not use the offered buffer.
 
     :param cuts_columns: whether the outputs are computed in column slices.
     """
@@ -554,8 +555,8 @@ def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_
 def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(
     write_bf16, engine, expert_outputs
 ):
-    """If a block's routed experts run alone, after the shared experts, the Triton runner writes its output over its
-    input, as in the stock server. Traced prefill graphs run the experts in this way.
+    """If a block's routed experts run by themselves, the Triton runner writes their output over their input, as in the
+    stock server. Traced prefill graphs run the shared experts first, and then the routed experts by themselves.
     """
     with installed(deferred_shared_experts.CHANGE):
         block = engine.load(write_bf16("deepseek-v3")).model.layers[1].mlp

@@ -28,7 +28,8 @@ def moe_layer(model: Any, family: str) -> Any:
 def strip_numbers(name: str) -> str:
     """Return a tensor's name without the numbers of its layer and expert.
 
-    The scales of the gate and up projections get the same name, because the engine reads only one of the two.
+    The scales of the gate and up projections get the same name, because the engine reads the scale of only one of these
+    two projections.
     """
     anywhere = re.sub(r"\.\d+\.", ".*.", name)
     return re.sub(r"(gate_proj|up_proj|w1|w3)(?=\.(weight_scale_2|input_scale)$)", "gate_up", anywhere)
@@ -103,9 +104,9 @@ def test_the_kernel_that_routes_by_itself_routes_as_the_engine_does(engine, chec
 
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
-def test_minimax_with_the_kernel_that_routes_by_itself_is_refused(engine, checkpoint):
-    """The kernel that computes the routing itself refuses MiniMax-M2, because the engine does not pass this model's
-    routing method to the kernel.
+def test_minimax_is_refused_on_the_kernel_that_computes_the_routing(engine, checkpoint):
+    """MiniMax-M2 cannot run on ``flashinfer_trtllm``, whose kernel computes the routing itself. The engine does not
+    pass the model's routing method to the kernel, so the stand-in for the kernel raises an error.
     """
     with engine.override_arguments(moe_runner_backend="flashinfer_trtllm"):
         model = engine.load(checkpoint(family="minimax-m2"))

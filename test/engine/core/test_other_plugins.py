@@ -144,7 +144,7 @@ def subclass(owner: Any, name: str) -> None:
 FOREIGN_PATCHES = [wrap, replace, hook_around, hook_instead, subclass]
 BY_HOOKS = [hook_around, hook_instead]
 """Functions that patch an attribute through the engine's hook registry. In the end the registry assigns the attribute,
-as :func:`wrap` and :func:`replace` do directly. CI therefore tests these functions with fp4-weights only."""
+as :func:`wrap` and :func:`replace` do. CI therefore tests only one change with these functions: fp4-weights."""
 
 
 @contextmanager
@@ -182,11 +182,12 @@ def another_plugin(
     ],
 )
 def test_a_hook_point_that_another_plugin_patched_is_left_alone(change, foreign_patch):
-    """The other plugin patches one hook point at a time. If the change itself needs the hook point, the change does
-    nothing at all.
+    """If another plugin has patched a hook point, a change does not patch this hook point. The other plugin patches one
+    hook point at a time.
 
-    If the hook point only offers dead inputs to the change, the change may act without these offers. The reason in the
-    change's status then names the hook point.
+    - If the change needs the hook point, the change does nothing at all.
+    - If the hook point only offers dead inputs, the change may act without these offers. The reason in the change's
+      status then names the hook point.
     """
     hook_points = hook_points_of(change)
     if foreign_patch is subclass:

@@ -34,7 +34,8 @@ def install_all(patcher: patch.Patcher) -> list[str]:
 
 @pytest.mark.usefixtures("engine")
 def test_probing_and_undoing_all_changes_leave_every_module_and_class_unchanged():
-    """The test compares all modules and classes of the engine and FlashInfer, not only the patcher's records."""
+    """Every module and class of the engine and of FlashInfer is unchanged after all changes were probed, and after they
+    were installed and undone. The test compares snapshots, and does not rely on the patcher's records."""
     for change in CHANGES:
         patch.probe(change)  # probing imports engine modules, which must be in the snapshot
         for module, _ in change.launcher_hooks:
@@ -61,8 +62,8 @@ def test_undoing_all_changes_restores_the_answers(engine, checkpoint):
 
 
 def test_an_engine_whose_plugin_list_leaves_this_plugin_out_loads_no_module_of_it():
-    """The engine loads no module of this package if ``SGLANG_PLUGINS`` leaves its plugin out. A patch needs a loaded
-    module, so there is no patch either.
+    """If ``SGLANG_PLUGINS`` does not name this package's plugin, the engine loads no module of this package. So nothing
+    is patched.
     """
     code = (
         "import sys; from sglang.srt.plugins import load_plugins; load_plugins(); "

@@ -40,8 +40,12 @@ R1, V4 = "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V4-Flash"
 
 
 def does_not_start(report: Report, least: float | None) -> None:
-    """Check that the server does not start because memory is too small. The report must name the smallest fraction with
-    which the server starts, and must say whether the user or the engine chose the present fraction."""
+    """Check that doctor reports that the server does not start because memory is too small. If a larger
+    ``--mem-fraction-static`` helps, the report must name the smallest one that suffices, and must say whether the user
+    or the engine chose the present one.
+
+    :param least: the smallest fraction that suffices; ``None``: no fraction does.
+    """
     fit = report["fit"]
     assert not fit["starts"]
     assert fit["least_fraction"] == least
@@ -60,8 +64,8 @@ def a_given_fraction_below_the_weights(report: Report) -> None:
 
 
 def a_rule_that_leaves_nothing(report: Report) -> None:
-    """Check that the fraction by the engine's rule leaves less memory than the weights need. The rule reserves 1.5 MB
-    for each token of the chunk, whatever the number of ranks."""
+    """Check that the server does not start, because the engine's rule gives weights and KV cache less memory than the
+    weights need. The rule reserves 1.5 MB for each token of the prefill chunk, whatever the number of ranks."""
     fit = report["fit"]
     does_not_start(report, math.ceil(fit["weights"] / fit["memory"] * 100) / 100)
     assert not fit["given"]
@@ -211,7 +215,8 @@ def has_tokens_as_measured(result: str, server: str, fit: str = "fit") -> Callab
     """Return a function that compares the predicted KV cache size with a measured one. The sizes may differ by 1.8 GB,
     because CUDA and NCCL need more memory on some machines than on others.
 
-    :param fit: key of the patched or of the stock server's KV cache in the report.
+    :param fit: section of the report with the prediction: ``fit`` for the patched server, ``stock_fit`` for the stock
+        server.
     """
     path = ROOT / f"benchmark/results/serving/{result}.json"
     measured = json.loads(path.read_text())["figures"]["servers"][server]["tokens"]
@@ -224,8 +229,12 @@ def has_tokens_as_measured(result: str, server: str, fit: str = "fit") -> Callab
 
 
 def bytes_at_four_fifths(columns: int, whole: int, windows: int) -> float:
-    """Return the KV cache bytes of a token on a rank that has one head of keys and values, in 16 bits. A layer with a
-    sliding window counts as 0.8 layers, because it keeps 0.8 of the tokens."""
+    """Return the KV cache bytes of a token on a rank with one head of keys and one head of values, in 16 bits.
+
+    :param columns: size of a head.
+    :param whole: number of layers with full attention.
+    :param windows: number of layers with a sliding window. Each of these layers keeps only 0.8 of the tokens.
+    """
     return 2 * 2 * columns * (whole + 0.8 * windows)
 
 
@@ -280,7 +289,8 @@ does, does_nothing, is_not_known = (partial(says, acts) for acts in (True, False
 
 
 def is_known(report: Report) -> None:
-    """Check that the engine could build the layers, so that every change has made its decision."""
+    """Check that doctor knows of every change whether it acts. This requires that the engine could build the model's
+    layers."""
     assert report["server"]["runner"]
     assert [each["name"] for each in report["changes"] if each["acts"] is None] == []
 

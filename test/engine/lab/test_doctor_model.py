@@ -155,8 +155,9 @@ def test_a_missing_draft_model_does_not_prevent_the_report(answers):
 
 @pytest.mark.every_release
 def test_the_predicted_cost_of_slices_uses_the_tile_file_of_the_gpu(answers):
-    """By default, moe-workspace does not divide the experts' outputs into slices. Its reason names the setting that
-    divides them, the memory that this saves, and the time that it costs."""
+    """The predicted time of column slices comes from the engine's file of tuned tile sizes for the GPU. By default,
+    moe-workspace does not cut the expert outputs of this model. The reason in the report names the setting that cuts
+    them, the saved memory, and the additional time."""
     found = answers["BF16"]
     assert found["patched"]["peak"] == found["stock"]["peak"] == pytest.approx(945e6, rel=0.01)
     row = next(change for change in found["changes"] if change["name"] == "moe-workspace")

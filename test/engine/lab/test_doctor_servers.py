@@ -42,8 +42,8 @@ PROMPT = list(range(3, 203))
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_started_server_runs_as_doctor_reported(kind: str, tmp_path: Path, checkpoint, monkeypatch) -> None:
-    """A stand-in for the GPU's driver lets the KV cache grow. CI does not run this test, because other tests compare
-    doctor with a server of one of these kinds."""
+    """A started server does what doctor reported about it. A stand-in for the GPU's driver lets the KV cache grow. CI
+    does not run this test, because other tests compare doctor with one of these servers."""
     backend, options = KINDS[kind]
     model = checkpoint(**options)
     plugins.write_module(tmp_path / "plugin", "tells_memory", (ROOT / "test/standins/tells_memory.py").read_text())

@@ -42,8 +42,9 @@ def test_the_add_norm_writes_in_place_as_on_a_gpu(engine):
 @pytest.mark.product
 @DEFAULT_ENGINE_ONLY
 def test_an_answer_does_not_depend_on_the_chunks_of_its_prefill(engine, checkpoint):
-    """The other requests of a batch decide where a prompt is divided into chunks. Without sums in float64, a prompt of
-    40 tokens that is divided after 7 tokens would get another answer."""
+    """A prompt's logits are the same, whether its prefill has one chunk or two. In a server, the other requests of a
+    batch decide where a prompt is divided into chunks. Without sums in float64, the prompt of 40 tokens, divided after
+    7 tokens, would get other logits."""
     rng = random.Random(1)
     model = engine.load(checkpoint(dense_layers=0))
     for length, cut in ((300, 100), (600, 512), (700, 33), (900, 640), (40, 7)):

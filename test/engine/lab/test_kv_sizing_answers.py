@@ -31,7 +31,7 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_consistent(doctor: dict[str, Any], server: dict[str, Any]) -> bool:
-    """Return whether ``doctor``'s row about kv-sizing has the same decision and the same reason as the server."""
+    """Return whether ``doctor`` and the server make the same decision about kv-sizing, for the same reason."""
     if "refused" in doctor or "refused" in server:
         return "refused" in doctor and "refused" in server
     row = row_of(doctor)
@@ -123,8 +123,8 @@ STARTED = {
     "capturer": Case("--enable-return-routed-experts", stand_ins=("no_driver",)),
     "Rust": Case(variables={"SGLANG_RUST_SERVER": "1"}),
 }
-"""Servers that the test starts. If a row in the tables of kv-sizing's page names a flag or a variable, at least one
-server has it, or :data:`TESTED_ELSEWHERE` has the row."""
+"""Servers that the test starts, by name. For each row in the tables of kv-sizing's page, a server has a flag or
+variable that the row names, or the row is in :data:`TESTED_ELSEWHERE`."""
 TESTED_ELSEWHERE = {
     "`--dcp-size`": "no server with its flags starts on a CPU; a unit test compares page and table of flags",
     "`--enable-priority-scheduling`": "a unit test has the flag, and the server starts as other servers do",
@@ -140,12 +140,13 @@ TESTED_ELSEWHERE = {
     "a phase was not reached": "the engine tests of rehearsals that fail start them",
     "`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`": "the engine decides by the GPU whether it sizes",
 }
-"""Rows in the tables of kv-sizing's page for which this file starts no server. The key has the first words of the row.
-The value is the reason, or the test that covers the row."""
+"""Rows in the tables of kv-sizing's page for which this file starts no server. A key is the beginning of a row. Its
+value is the reason, or the test that covers the row."""
 
 
 def rows_of_the_page() -> list[str]:
-    """Return the first cells of the tables about servers that keep the engine's KV cache size, in kv-sizing's page."""
+    """Return the first cell of each row in the tables of docs/changes/kv-sizing.md that list the servers with the
+    engine's own KV cache size."""
     page = (ROOT / "docs/changes/kv-sizing.md").read_text()
     tables = page.partition("## When it does nothing")[2].partition("<!-- figures:recipes-kv-sizing -->")[0]
     headers = ("---", "server")
@@ -183,7 +184,8 @@ def decision_reason(running: Server, log: str) -> str:
     ],
 )
 def test_a_started_server_decides_as_doctor_predicts(name, tmp_path: Path, checkpoint, monkeypatch):
-    """Stand-ins pretend that there is a GPU, and report its free memory. Everything else is the engine's own code."""
+    """The server keeps the engine's KV cache size, and gives the same reason as ``doctor``. Stand-ins simulate a GPU
+    and its free memory. Everything else is the engine's own code."""
     case = STARTED[name]
     if RELEASE in case.fails_on:
         pytest.skip(f"SGLang {RELEASE} ends this server: {case.fails_on[RELEASE]}")

@@ -40,8 +40,9 @@ def is_consistent(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[s
 @pytest.mark.long("the arguments of about a hundred published servers are resolved twice")
 @pytest.mark.every_release
 def test_doctor_and_the_engine_agree_about_every_recipe():
-    """On the default release, the test checks all recipes. On other releases, it checks every fourth recipe of two GPU
-    models, one of which is a Blackwell. The engine is imported once for each GPU model."""
+    """``doctor`` reports the same runner, sizes and quantization for published recipes as the engine resolves. On the
+    default release, the test checks all recipes. On other releases, it checks every fourth recipe of two GPU models,
+    one of which is a Blackwell. The engine is imported once for each GPU model."""
     servers = list(recipes.servers_with_config())
     assert len(servers) > 80
     if RELEASE != DEFAULT:

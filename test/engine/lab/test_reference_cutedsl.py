@@ -60,7 +60,8 @@ def bfloat16_weights(monkeypatch):
 
 @pytest.mark.usefixtures("bfloat16_weights")
 def test_cutedsl_and_trtllm_give_the_same_logits(engine, exact_scales, monkeypatch):
-    """Weight layout, scales and kernels differ, but the logits are equal to the last bit."""
+    """The stand-ins for CuteDSL's and for TRT-LLM's kernels give the same logits to the last bit, although their weight
+    layouts and scales differ."""
     # Newer releases round each expert's output by default, and add up the experts in a separate step.
     monkeypatch.setenv("SGLANG_FLASHINFER_MOE_FUSED_FINALIZE", "1")
     with without_buffer():  # TRT-LLM's kernel would write into the native buffer, and CuteDSL's would not
@@ -124,11 +125,12 @@ def test_a_wrapper_without_buffers_runs_forward_passes_of_any_size(engine, check
 
 @pytest.mark.usefixtures("needs_buffers")
 def test_the_benchmark_computes_the_memory_of_the_buffers():
-    """The expected MB of each layer are the sizes of the output buffer and of the buffer for the result of GEMM1. They
-    were computed by hand from FlashInfer's shapes.
+    """The benchmark computes the right size of each layer's output buffer and of the buffer for the result of GEMM1.
+    The expected MB were computed by hand from FlashInfer's shapes.
 
     From FlashInfer 0.6.12 on, GEMM1's buffer has room for tiles of 256 rows instead of 128. This adds 128 rows of
-    intermediate * 9 / 16 bytes for each local expert."""
+    intermediate * 9 / 16 bytes for each local expert.
+    """
     from flashinfer.fused_moe.cute_dsl import fused_moe
 
     benchmark = runpy.run_path(str(BENCHMARK))

@@ -35,8 +35,12 @@ pytestmark = pytest.mark.long("each test starts its own server")
 @pytest.mark.ci
 @DEFAULT_ENGINE_ONLY
 def test_cutedsl_serves_a_prompt_beyond_the_budget_with_the_buffers_of_one_layer(engine, checkpoint, tmp_path):
-    """A stock server with these prefill limits would end at the prompt of 300 tokens (test_reference_cutedsl.py). The
-    expected answers therefore come from a stock engine in this process, with larger buffers."""
+    """The patched server answers a prompt that is longer than its prefill limits. All its layers together use less
+    buffer memory than one stock layer.
+
+    A stock server with these limits would end at the prompt of 300 tokens (test_reference_cutedsl.py). The expected
+    answers therefore come from a stock engine in this process, with larger buffers.
+    """
     limits = ["--chunked-prefill-size", "-1", "--max-prefill-tokens", "128"]
     path, backend = checkpoint(dense_layers=0), "flashinfer_cutedsl"
     with engine.override_arguments(moe_runner_backend=backend, chunked_prefill_size=2048, max_prefill_tokens=2048):

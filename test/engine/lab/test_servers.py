@@ -89,8 +89,9 @@ def test_the_patched_server_runs_as_doctor_predicts(pair, checkpoint, monkeypatc
 @pytest.mark.every_release
 @pytest.mark.skipif(not NATIVE_BUFFER, reason="this engine release has no output buffer of its own")
 def test_the_patched_server_is_correct_for_a_model_with_which_the_native_buffer_is_wrong(engine, checkpoint, tmp_path):
-    """The model has `first_k_dense_replace: 0` and a norm that writes in place, as on a GPU. An engine in this process
-    computes the expected answers."""
+    """The patched server gives right answers for a model with which the engine's own output buffer causes wrong
+    answers. The model has `first_k_dense_replace: 0` and a norm that writes in place, as on a GPU. An engine without
+    this buffer, in this process, computes the expected answers."""
 
     def ask_in_process():
         with engine.override_arguments(moe_runner_backend=TRTLLM):

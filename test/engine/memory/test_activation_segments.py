@@ -121,8 +121,8 @@ def test_two_ranks_make_the_same_decision_about_segments(checkpoint, tmp_path: P
 
 
 def test_each_argument_that_the_change_reads_exists_in_the_engine():
-    """If the change read a misspelt argument, it would never notice the feature of this argument. The test lists the
-    arguments that older releases do not have."""
+    """Each server argument that the change reads exists in the engine, except for listed arguments of newer releases.
+    If the change read a misspelt argument, it would never notice that a server uses the argument's feature."""
     from sglang.srt.server_args import ServerArgs
 
     missing = {each.argument for each in eligibility.FEATURES if not hasattr(ServerArgs, each.argument)}
@@ -134,8 +134,8 @@ def test_each_argument_that_the_change_reads_exists_in_the_engine():
 
 
 def test_the_engines_context_manager_around_captures_suspends_the_switch(monkeypatch):
-    """The engine's context manager ``GroupCoordinator.graph_capture`` runs around captures. It suspends expandable
-    segments. The group of this test has no real communicators."""
+    """Expandable segments are switched off inside the engine's context manager ``GroupCoordinator.graph_capture``, in
+    which the engine captures CUDA graphs. The group of this test has no real communicators."""
     from contextlib import nullcontext
     from types import SimpleNamespace
 

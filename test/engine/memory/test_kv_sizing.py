@@ -63,13 +63,15 @@ FLUSHED_CACHE_ARGUMENTS = {
     *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
     "enable_streaming_session",
 }
-"""Server arguments of prefix caches that a flush empties. kv-sizing need not read these arguments."""
+"""Server arguments that the engine reads when it chooses a prefix cache, and that select no external store. A flush
+empties the caches of these servers, so kv-sizing need not read the arguments."""
 
 
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", [phases.PhaseKind.PENALTIES, phases.PhaseKind.PREFILL])
 def test_a_request_has_the_sampling_parameters_of_its_phase(kind):
-    """The names and defaults of sampling parameters differ between releases."""
+    """A request of the rehearsal has the sampling parameters of its phase. The test runs on every release, because the
+    names and defaults of sampling parameters differ between releases."""
     limits = phases.Limits(2048, 8192, 40_000, 9, 0, stop_token=True)
     phase = next(each for each in phases.derive_phases(limits) if each.kind is kind)
     tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids=None)
@@ -88,7 +90,7 @@ def arguments() -> set[str]:
 
 
 def arguments_read() -> set[str]:
-    """Return the names of the server arguments by which kv-sizing recognizes servers that it leaves alone."""
+    """Return the names of the server arguments by which kv-sizing recognizes servers whose KV cache it leaves alone."""
     names: set[str] = set()
 
     class Asked(dict):
@@ -103,15 +105,15 @@ def arguments_read() -> set[str]:
 
 @pytest.mark.every_release
 def test_each_argument_that_kv_sizing_reads_exists_in_the_engine():
-    """kv-sizing recognizes some servers by their arguments, and leaves these servers alone. If it read a misspelt
-    argument, it would not recognize such a server."""
+    """Each server argument that kv-sizing reads exists in the engine. By these arguments, kv-sizing recognizes servers
+    whose KV cache it must not size. If an argument were misspelt, kv-sizing would not recognize such a server."""
     assert arguments_read() - arguments() <= unsized_servers.ABSENT_FROM_SOME_RELEASES
 
 
 @pytest.mark.every_release
 def test_kv_sizing_reads_every_argument_that_selects_an_external_store_of_prompts():
-    """The test finds the arguments that the engine reads when it chooses the prefix cache. Some of these arguments
-    choose an external store of prompts, which a flush does not empty. kv-sizing must read all arguments of such stores.
+    """kv-sizing reads every server argument that selects an external store of prompts, because a flush does not empty
+    such a store. The test finds these arguments in the engine's code that chooses the prefix cache.
     """
     if engine_code.has_module("sglang.srt.mem_cache.registry"):
         registry = engine_code.import_module("sglang.srt.mem_cache.registry")
@@ -178,8 +180,9 @@ def test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal():
 
 @pytest.mark.every_release
 def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
-    """Some releases add up the times between two decodes. A server's first decode has no decode before it, and adds
-    nothing. The decodes of a rehearsal must not count as earlier decodes."""
+    """The first decode after a rehearsal is counted like a server's first decode, which has no decode before it. Some
+    releases add up the times between two decodes. The first decode must add nothing, although the rehearsal had
+    decodes."""
     scheduler = engine_code.import_module("sglang.srt.managers.scheduler").Scheduler
     if not hasattr(scheduler, "_record_step_counters"):
         assert not engine_code.mentions(scheduler.__init__, "decode_moment_totals")
@@ -261,9 +264,14 @@ VARYING_NAMES = re.compile(
     r"|available_gpu_memory|startup_available|busy_us|endpoint=\"/health\"|decode_moments [24]"
     r"|_cuda_graph_config_locked"
 )
-"""Pattern for the names of values that differ between two stock servers: ports, times, speeds, the free memory of the
-machine, the number of health checks during a start, and the order of a set. The engine's ``decode_moments`` are sums
-over decode steps. Entry 2 (durations) and entry 4 (batch size times duration) also differ."""
+"""Pattern for the names of values that differ between two stock servers:
+
+- ports, times, speeds, and the free memory of the machine
+- the number of health checks during a start
+- the order of a set
+- entries 2 and 4 of the engine's ``decode_moments``, which are sums over decode steps: of the durations, and of batch
+  size times duration
+"""
 
 
 def plain_values(name: str, value: Any) -> Iterator[tuple[str, object]]:
@@ -324,8 +332,9 @@ def equal_servers(folder: Path, checkpoint) -> dict[str, SimpleNamespace]:
 
 @pytest.mark.every_release
 def test_a_server_reports_and_counts_as_stock_without_the_variable_and_after_a_rehearsal(equal_servers):
-    """During a rehearsal, the user's limits are lifted, because they would reject most of the rehearsal's requests.
-    After the rehearsal, the limits are in force again."""
+    """A server answers and reports as a stock server if kv-sizing is off, and also after a rehearsal that leaves the KV
+    cache size unchanged. The rehearsal lifts the user's limits, which would reject most of its requests. After the
+    rehearsal, the limits are in force again."""
     stock = equal_servers["stock"]
     assert {"/server_info status", "/v1/models status"} <= set(stock.tells)
     for name, other in equal_servers.items():
@@ -395,9 +404,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(place: Path, engine, checkpoint):
-    """Three requests run at once. The KV cache by the engine's rule has room for only one of them. The other two
-    requests use memory that kv-sizing has added. FlashInfer tunes its kernels while the KV cache still has the size by
-    the rule, because tuning may take much memory."""
+    """At a first start, the KV cache grows. When memory becomes short, kv-sizing frees a part of the KV cache. The
+    answers stay right.
+
+    - Three requests run at once. The KV cache by the engine's rule has room for only one of them.
+    - FlashInfer tunes its kernels before the KV cache grows, because tuning may take much memory.
+    """
     expected = answers_in_process(engine, engine.load(checkpoint()), [*PROMPTS, *LONG])
     short, scan, tunes = place / "short", place / "scan", place / "tunes"
     variables = {"CACHE": "1600000", "GAIN": "150000000", "SHORT": str(short), "SCAN": str(scan), "TUNES": str(tunes)}
@@ -468,8 +480,9 @@ def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(fold
 
 @pytest.mark.every_release
 def test_flashinfer_is_tuned_before_a_server_serves_and_nowhere_else():
-    """Up to 0.5.13, the engine tunes FlashInfer after it has made the pools and before it captures graphs. Later
-    releases tune FlashInfer when they make the runners of forward passes.
+    """The engine tunes FlashInfer only before a server serves requests. Up to 0.5.13, it tunes FlashInfer after it has
+    made the memory pools and before it captures graphs. Later releases tune FlashInfer when they make the runners of
+    forward passes.
     """
     runner = engine_code.import_module("sglang.srt.model_executor.model_runner").ModelRunner
     if hasattr(runner, "kernel_warmup"):
@@ -499,8 +512,8 @@ HARMLESS_PATHS = re.compile(
     # equal any number.
     r"|scheduler\.(can_run_list\[|adder\..*chunked_req\.)"
 )
-"""Pattern for attribute paths that the test ignores. After the KV cache has grown, these attributes may still have its
-old size (the size by the engine's rule). No code uses them as the size."""
+"""Pattern for the paths of attributes that may still have the size of the engine's rule after the KV cache has grown.
+No code uses these attributes as the KV cache size."""
 
 
 @DEFAULT_ENGINE_ONLY
@@ -538,8 +551,9 @@ def test_a_given_fraction_is_kept_with_auto_and_sets_the_first_size_with_always(
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_default_request_limit_is_what_sampling_memory_allows(place: Path, checkpoint):
-    """The engine's default limit is 4,096 concurrent requests, and this KV cache has room for 1,292. To run more
-    requests than the largest decode graph has, kv-sizing gives up at most 1/32 of the KV cache."""
+    """By default, kv-sizing limits the concurrent requests to the number for which sampling has memory. The engine's
+    default limit is 4,096 concurrent requests, and this KV cache has room for 1,292. To run more requests than the
+    largest decode graph has, kv-sizing gives up at most 1/32 of the KV cache."""
     # Each chunk has many prompts, so a few forward passes compute hundreds of requests.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
@@ -680,8 +694,8 @@ def ask_with_grammar(running: Server) -> list[int]:
 @pytest.mark.ci
 @pytest.mark.every_release
 def test_schedulers_sleep_only_after_the_start_and_without_work(place: Path, checkpoint):
-    """A sleeping scheduler waits up to a second for a request. If it slept during a rehearsal, each idle turn would
-    cost this time."""
+    """Schedulers sleep only after the server's start, and only without requests. A scheduler sleeps up to a second. If
+    it slept during a rehearsal, each idle turn would take this time."""
     sleepy = sized_server("sleepy", checkpoint(), place, SLEEPS="1")
     awake = sized_server("awake", checkpoint(), place, SLEEPS="1")
     awake._arguments.remove("--sleep-on-idle")  # test servers have this flag to save processor time
@@ -699,8 +713,9 @@ def test_schedulers_sleep_only_after_the_start_and_without_work(place: Path, che
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", ["alone", "tensors"])
 def test_a_rehearsed_forward_pass_that_raises_ends_only_the_rehearsal(kind, place: Path, checkpoint):
-    """Every rank raises an exception in the same forward pass. The requests of this batch are dropped, and their slots
-    become free. The server keeps the KV cache size of the engine's rule."""
+    """If a rehearsed forward pass raises an exception, only the rehearsal ends. The server keeps the KV cache size of
+    the engine's rule, and serves. In this test, every rank raises the exception in the same forward pass. The requests
+    of the batch are dropped, and their slots become free."""
     if kind == "alone":
         raises = sized_server("raises", checkpoint(), place, RAISES="3 all")
     else:
@@ -830,9 +845,9 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path,
 @pytest.mark.product
 @pytest.mark.every_release
 def test_a_rehearsed_prefix_leaves_sliding_windows_for_a_chunk_after_it(place: Path, checkpoint):
-    """The rehearsal computes a long prefix in parts. While the prefix is in use, the radix cache keeps the sliding
-    window of each part. If the pool for sliding windows is small, the parts must leave room in the pool for a prefill
-    chunk after the prefix."""
+    """If the pool for sliding windows is small, a rehearsed prefix leaves room in the pool for a prefill chunk after
+    it. The rehearsal computes a long prefix in parts. While the prefix is in use, the radix cache keeps the sliding
+    window of each part."""
     few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
     running = sized_server(
         "grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60"
@@ -878,7 +893,8 @@ STEPS_OF = {
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", RANKS)
 def test_ranks_rehearse_together_and_grow_together_or_not_at_all(kind: str, place: Path, checkpoint):
-    """If one rank fails or cannot map memory, no rank grows. If memory is short, all ranks free memory."""
+    """If one rank fails or cannot map memory, no rank's KV cache grows. If memory is short, all ranks free KV cache
+    memory."""
     short = place / "short"
     given = {"grown": {"SHORT": str(short)}, "fails": {"FAILS": "1"}, "maps": {"MAP_FAILS": "1"}}
     servers = {

@@ -38,9 +38,9 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 to 0.5.13 the allocation of pages."""
 ONE_A_TURN = {"SGLANG_SCHEDULER_MAX_RECV_PER_POLL": "1"}
 """Environment variable that makes a scheduler read only one request in each turn of its event loop."""
-FREE = {"CACHE": "2000000", "GAIN": "150000000"}
-"""Settings of the driver's stand-in: bytes that the engine's rule leaves to the KV cache, and bytes by which kv-sizing
-enlarges the KV cache. Together, the prompts ``LONG`` need the larger size."""
+DRIVER = {"CACHE": "2000000", "GAIN": "150000000"}
+"""Settings of the driver's stand-in, in bytes. ``CACHE`` is the KV cache size by the engine's rule, ``GAIN`` the growth
+by kv-sizing. Together, the prompts ``LONG`` fit only into the grown KV cache."""
 NEW_TOKENS = 8
 
 
@@ -81,14 +81,14 @@ def post(running: Server, path: str, body: dict[str, Any]) -> Any:
 
 
 def seeded_answers(running: Server) -> list[list[int]]:
-    """Return answers that are sampled with a seed. Only deterministic inference uses the seed."""
+    """Return one answer to each prompt, sampled with a seed. Only servers with deterministic inference use the seed."""
     sampling = {"temperature": 1, "sampling_seed": 7, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in PROMPTS]
     return [post(running, "/generate", body)["output_ids"] for body in bodies]
 
 
 def beams_of(running: Server) -> list[list[int]]:
-    """Return the three best answers to each prompt."""
+    """Return the three best answers of a beam search to each prompt."""
     sampling = {"beam_width": 3, "n": 3, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in PROMPTS]
     found = [post(running, "/generate", body)["meta_info"]["beam_results"] for body in bodies]
@@ -103,7 +103,8 @@ class Session:
         self._name = post(running, "/open_session", {"capacity_of_str_len": 1000, "streaming": True})
 
     def ask(self, prompt: list[int], stock: Server) -> None:
-        """Append a prompt to the session. The answer must equal the stock server's answer to the whole text."""
+        """Append a prompt to the session, and check the answer. It must equal the stock server's answer to the
+        session's whole text."""
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "session_params": {"id": self._name}}
         answer = post(self._running, "/generate", body)["output_ids"]
@@ -114,7 +115,8 @@ class Session:
 
 @pytest.fixture(scope="module")
 def servers(request: pytest.FixtureRequest, tmp_path_factory, checkpoint) -> Iterator[dict[str, Server]]:
-    """The stock server, and the servers with kv-sizing of the tests that run."""
+    """Yield running servers by name: the stock server, and those servers with kv-sizing for which this session runs a
+    test."""
     items = [
         item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")
     ]
@@ -130,7 +132,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory, checkpoint) -> Ite
     found = {"stock": sized_server("stock", model, place, *seeds, limited=True, **variables)}
     for name, flags in SERVERS.items():
         if name in kinds:
-            variables = {**FREE, **CHECKED, **INTERPRETED, **flags.variables, "SHORT": str(place / f"short {name}")}
+            variables = {**DRIVER, **CHECKED, **INTERPRETED, **flags.variables, "SHORT": str(place / f"short {name}")}
             found[name] = sized_server(name.replace(" ", "-"), model, place, *flags.arguments, **variables)
     with start_servers(*found.values()):
         yield found

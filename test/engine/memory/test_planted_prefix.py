@@ -81,8 +81,8 @@ CACHES = [
 @pytest.mark.every_release
 @pytest.mark.parametrize(("kind", "page", "eagle"), CACHES)
 def test_requests_find_as_much_of_a_planted_prefix_as_their_phase_needs(kind, page, eagle):
-    """A phase sends requests that begin with a planted prefix. The cache must have enough of this prefix for the phase.
-    With EAGLE, the keys of the engine's cache are pairs of tokens, so the cache finds one token less."""
+    """The requests of a phase find as many tokens of a planted prefix in the cache as the phase needs. With EAGLE, the
+    keys of the engine's cache are pairs of tokens, so the cache finds one token less."""
     limits = replace(LIMITS, page=page, draft_tokens=4, draft_slots=8)
     driven = {phase.kind: phase for phase in phases.derive_phases(limits)}
     scheduler = scheduler_of(kind, page, eagle)
@@ -135,7 +135,7 @@ def test_planting_loses_no_slot_and_duplicates_none_whatever_is_cached(kind, pag
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", ["RadixCache", "UnifiedRadixCache"])
 def test_a_planted_prefix_has_its_own_slots(kind):
-    """When the prefix is evicted, each of its slots returns to the allocator exactly once."""
+    """When a planted prefix is evicted, each slot of the prefix returns to the allocator exactly once."""
     scheduler = scheduler_of(kind, 1)
     allocator = scheduler.token_to_kv_pool_allocator
     in_use = allocator.alloc(100)

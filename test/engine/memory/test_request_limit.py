@@ -14,8 +14,8 @@ from sglang_moe_patches.memory.kv_sizing import serving
 VOCABULARY = 100
 PENALTIES = ({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_new_tokens": 2})
 REMAINING = ({"min_p": 0.05}, {"logit_bias": {"7": -1.0}})
-"""Sampling parameters whose tensors stay in a batch after the request with the parameter has ended. They stay until the
-batch is empty."""
+"""Sampling parameters whose tensors stay in a batch until the batch is empty, even if no request with the parameter
+runs any more."""
 
 
 def request_of(**sampling: Any) -> Any:

@@ -1,16 +1,16 @@
 """Stand-ins in plain PyTorch for the CuteDSL NVFP4 MoE kernels that FlashInfer's ``CuteDslMoEWrapper`` calls.
 
-The wrapper itself is the installed FlashInfer's. From 0.6.14 on it has no buffers, and accepts any number of tokens.
-The stand-ins replace the kernels that the wrapper calls (:data:`KERNELS`) and have the same signatures. Without a GPU,
-:data:`ON_ONE_STREAM` also replaces the second stream, on which the wrapper zeroes the output.
+The stand-ins replace the kernels (:data:`KERNELS`), and have the same signatures. The wrapper itself is the installed
+FlashInfer's. From 0.6.14 on the wrapper has no buffers, and accepts any number of tokens. It zeroes the output on a
+second CUDA stream. Without a GPU, :data:`ON_ONE_STREAM` replaces this stream.
 
-The stand-ins use the wrapper's buffers as the real kernels do. A buffer that is too small, shared at the wrong time or
-poisoned therefore causes the same faults, and so does an output that is not zeroed. Rows of a tile after the last token
-are not written, neither by the real kernels nor by the stand-ins.
+The stand-ins use the wrapper's buffers as the real kernels do. So they show the same faults if a buffer is too small,
+shared at the wrong time or poisoned, or if the output is not zeroed. Like the real kernels, they do not write the rows
+of a tile after the last token.
 
-As in :mod:`~sglang_moe_reference.flashinfer_kernels`, sums are exact in float64 and a token's experts are added in the
-order of their numbers. The real second kernel adds the experts with bfloat16 atomics in any order; here the sum is
-rounded to the output's dtype once.
+Sums are exact in float64, and a token's experts are added in the order of their numbers, as in
+:mod:`~sglang_moe_reference.flashinfer_kernels`. The stand-in for the second kernel rounds the sum once, to the output's
+dtype. The real second kernel adds the experts with bfloat16 atomics, in any order.
 """
 
 from __future__ import annotations
@@ -72,16 +72,21 @@ def moe_sort(
 ) -> tuple[torch.Tensor, ...]:
     """Stand-in for FlashInfer's ``moe_sort``: sort (token, expert) pairs by their local experts.
 
-    Each expert's pairs start a new tile of ``tile_tokens_dim`` rows. Pair ``token * top_k + slot`` is a token's
-    ``slot``-th expert.
+    The sorted pairs are the rows of the MoE kernels. ``tile_tokens_dim`` rows are a tile, and the pairs of each expert
+    begin in a new tile. The pair of a token and its ``slot``-th expert has the number ``token * top_k + slot``.
 
-    :param token_selected_experts: int [tokens, top_k], expert ids of the whole layer. Experts of other ranks are left
+    :param token_selected_experts: int [tokens, top_k], expert ids of the whole layer. Experts on other ranks are left
         out.
-    :param out_*: int32 buffers for the results, at least as large as the tensors that are returned without them
-        (FlashInfer's ``allocate_moe_sort_buffers`` makes them). Only the used part of a buffer is written.
-    :returns: six int32 tensors: local expert of each tile [tiles]; row after the last row of each tile [tiles]; row of
-        each pair [tokens, top_k], -1 for experts of other ranks; pair of each row [rows]; number of used rows [1];
-        number of used tiles [1].
+    :param out_*: int32 buffers for the results. ``None``: the buffer is allocated by FlashInfer's
+        ``allocate_moe_sort_buffers``. A larger buffer is allowed; only the used part is written.
+    :returns: six int32 tensors:
+
+        - local expert of each tile, [tiles]
+        - row after the last row of each tile, [tiles]
+        - row of each pair, [tokens, top_k]; -1 if the expert is on another rank
+        - number of the pair in each row, [rows]
+        - number of used rows, [1]
+        - number of used tiles, [1]
     """
     from flashinfer.fused_moe.cute_dsl.moe_utils import allocate_moe_sort_buffers
 

@@ -1,9 +1,9 @@
 """Environment in which the engine runs without a Blackwell GPU, or without any GPU. An environment variable enables it.
 
 - :func:`variables` returns the environment variables of a new process. Without a GPU, they include a stub CUDA driver.
-- :func:`install` runs in each engine process when it loads plugins. It replaces FlashInfer's kernels by plain PyTorch
-  and disables the check for Blackwell. On the CPU it also selects an attention that works there, and makes the norm
-  after an addition work in place as on GPUs, because an out-of-place norm would hide aliasing bugs.
+- :func:`install` runs in each engine process when it loads plugins. It replaces FlashInfer's kernels by plain PyTorch,
+  and disables the check for Blackwell. On the CPU it also selects attention code that runs on CPUs. The norm after an
+  addition then works in place, as on GPUs. A norm that is not in place would hide aliasing bugs.
 """
 
 from __future__ import annotations
@@ -264,7 +264,8 @@ def _register_attention_path(module: Any) -> None:
 
 
 def _in_double(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a product in float64. The rounding to the result's dtype then hides the order in which BLAS adds."""
+    """Compute a product in float64, and round it to the dtype of the arguments. This rounding hides the order in which
+    BLAS adds."""
     import torch
 
     def widened(value: Any) -> Any:
@@ -284,10 +285,10 @@ def _without_gpu_links(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
 
 
 def as_its_own(owner: type, function: Callable[..., Any]) -> FunctionType:
-    """Return a function that calls ``function`` and has the globals of ``owner``'s module.
+    """Wrap ``function`` as a method of the engine's class ``owner``. The wrapper has the globals of ``owner``'s module.
 
-    If such a function replaces a method of ``owner``, the method counts as the engine's own code. Otherwise a layer
-    would not offer its dead input, as if another plugin had wrapped the method.
+    With these globals, this package takes the method for the engine's own code. If a method of a layer looks like code
+    of another plugin, the layer does not offer its dead input.
     """
 
     def method(*args: Any, **kwargs: Any) -> Any:

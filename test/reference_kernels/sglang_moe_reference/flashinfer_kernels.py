@@ -6,11 +6,12 @@ an unsupported argument, a stand-in raises an exception that names the argument.
 
 **A token's result does not depend on the rest of the batch, to the last bit.**
 
-- NVFP4 values without their whole-tensor scale are multiples of 2**-10 and at most 2688. Every partial sum of a matrix
-  product over up to 1,188 elements therefore fits in the 53 bits of a float64. The product is exact in any order, with
-  any blocking and any number of threads of the BLAS. In longer rows only sums beyond 2**33 are rounded. The rounded bit
-  almost never survives the following conversion to float32.
-- The activation is computed in float64 for the same reason.
+- Matrix products over up to 1,188 elements are exact in float64, so the order of their additions has no effect. The
+  reason: NVFP4 values without their whole-tensor scale are multiples of 2**-10 and at most 2688. A partial sum of
+  products therefore fits in the 53 bits of a float64.
+- In longer rows, only sums beyond 2**33 are rounded. The rounded bit almost never survives the following conversion to
+  float32.
+- The activation is computed in float64, too.
 - The experts of a token are added in the order of their numbers.
 
 The real kernels round in another way: they accumulate in float32, use approximate reciprocals, and round each expert's

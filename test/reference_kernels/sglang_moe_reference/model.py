@@ -241,11 +241,11 @@ def checkpoint_weights(spec: ModelSpec, quantized: bool = True) -> dict[str, tor
 
 @cache
 def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the vocabulary and the merges of a byte-level BPE: special tokens, the 256 bytes, and every prefix of the
-    words.
+    """Return the vocabulary and the merges of a byte-level BPE. The tokens are special tokens, the 256 bytes, and every
+    prefix of the words.
 
-    Merging a word from its start on, one byte at a time, needs no training and has no ambiguity: each token can be
-    reached in one way only. Digits are never merged, so a number is read digit by digit.
+    Each merge appends one byte to a prefix of a word. Such merges need no training, and only one sequence of merges
+    leads to a token. Digits are never merged, so a number is read digit by digit.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 

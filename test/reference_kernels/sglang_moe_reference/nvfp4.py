@@ -39,11 +39,11 @@ def _byte_values(device: torch.device) -> torch.Tensor:
 
 @cache
 def _rounding_boundaries(device: torch.device) -> torch.Tensor:
-    """Return float32 [7], the boundaries between codes: magnitude m gets code i if boundary[i - 1] < m <= boundary[i].
+    """Return float32 [7], the upper boundaries of the codes 0 to 6: magnitude m gets code i if boundary[i - 1] < m <=
+    boundary[i].
 
-    The boundary between codes i and i + 1 is their midpoint. The midpoint itself is rounded to the even code. If i is
-    even, this is code i, as in the rule above. If i is odd, this is code i + 1, so the boundary is the float just below
-    the midpoint.
+    Boundary i is the midpoint between the magnitudes of codes i and i + 1. The midpoint itself must be rounded to the
+    even code. If i is odd, the boundary is therefore the next smaller float.
     """
     magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float32)
     midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2

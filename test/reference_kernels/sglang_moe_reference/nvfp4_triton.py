@@ -4,18 +4,18 @@ Weights stay packed in the TRT-LLM layout. Each program decodes only the strip o
 index table of rows serves all experts of a tensor, because they have the same permutation. A *slot* is a (token,
 expert) pair; its number is token * top_k + k.
 
-* The kernels can be captured in a CUDA graph. They do not synchronize with the host, and all shapes depend only on the
+- The kernels can be captured in a CUDA graph. They do not synchronize with the host, and all shapes depend only on the
   shapes of the arguments.
-* The kernels are deterministic, and a token's result does not depend on the rest of the batch. Tiles have the same size
+- The kernels are deterministic, and a token's result does not depend on the rest of the batch. Tiles have the same size
   in every batch, the rows of a tile do not mix, no sum is atomic, and a token's experts are added in the order of their
   numbers.
-* Scratch memory is at most about ``SCRATCH_BYTES`` for any number of tokens. The tokens are computed in several passes,
+- Scratch memory is at most about ``SCRATCH_BYTES`` for any number of tokens. The tokens are computed in several passes,
   and the result in strips of columns.
 
 An E2M1 value times its E4M3 block scale has six significant bits and lies between 2**-10 and 2688, so float16
-represents it exactly. Products are accumulated in float32, and in
-:mod:`~sglang_moe_reference.flashinfer_kernels` in float64. An intermediate on a rounding boundary of NVFP4 may
-therefore be rounded to another code here.
+represents it exactly. The kernels accumulate products in float32, but :mod:`~sglang_moe_reference.flashinfer_kernels`
+accumulates in float64. An intermediate result near a rounding boundary of NVFP4 may therefore be rounded to another
+code here.
 """
 
 from __future__ import annotations
