@@ -916,7 +916,7 @@ def test_ranks_rehearse_together_and_grow_together_or_not_at_all(kind: str, plac
         assert step in one
     why = {name: "\n".join(log_lines(each)) for name, each in servers.items()}
     assert "the rehearsal failed: rank 1: RuntimeError: the driver does not answer" in why["fails"]
-    assert "a rank had no memory to map: nothing is left" in why["maps"]
+    assert "rank 1 had no memory to map: nothing is left" in why["maps"]
     assert "not reached" not in why["grown"]
 
 

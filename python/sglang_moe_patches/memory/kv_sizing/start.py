@@ -10,12 +10,15 @@ rank 0 that all ranks carry out in the same turn.
 
 Failures in a start have these effects:
 
-- A rank has no memory to map: the KV cache keeps the size that it had before.
-- A rank publishes nothing for a minute: the KV cache has at most its first size, and the server serves.
+- A rank cannot reserve addresses for its first KV cache: the server serves with the engine's size. Free memory is not
+  watched.
+- A rank has no memory to map for a larger KV cache: the KV cache keeps the size that it had before.
+- A rank takes its turns, but its measured need does not reach rank 0 for a minute: the KV cache has at most its first
+  size, and the server serves.
 - A rehearsed forward pass raises on all ranks: the KV cache has at most its first size, and the server serves.
 - A rehearsed forward pass raises on some ranks only, or in a pipeline: the server ends, because the other ranks wait
   for the failed rank.
-- A rank's process dies: the engine's launcher ends the server. This package does nothing.
+- A rank hangs, or its process dies: the engine's watchdog or launcher ends the server. This package does nothing.
 """
 
 from __future__ import annotations
@@ -412,8 +415,8 @@ class ServerStart:
         problems = yield Exchange(f"mapped {self._pass}", self._try_to_map(tokens))
         if None in problems:
             return "not every rank has reported that it mapped memory"
-        problem = next(filter(None, problems), "")
-        return f"a rank had no memory to map: {problem}" if problem else ""
+        failures = (f"rank {rank} had no memory to map: {problem}" for rank, problem in enumerate(problems) if problem)
+        return next(failures, "")
 
     def _try_to_map(self, tokens: int) -> str:
         """Map memory for a number of tokens. Return the reason if this rank cannot, else ""."""
