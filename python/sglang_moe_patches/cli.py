@@ -129,22 +129,23 @@ def doctor(
 ) -> None:
     """Show the engine, the GPU, each change's status in a server without flags, and the variables in force.
 
-    Exit code: 1 if a selected change cannot be applied to this engine, 2 if a variable has a value with which no server
-    starts.
+    Exit code: 1 if a selected change cannot be applied to this engine; 2 if the
+    value of an environment variable prevents every server from starting.
 
-    With --model: whether a server of that model starts, whether its memory suffices, and which changes act in it.
+    With --model, show instead whether a server of that model starts, whether its
+    memory suffices, and which changes act in it.
     Example: sglang-moe-patches doctor --model Qwen/Qwen3-30B-A3B-FP8 --gpu h100
     -- --tp 2 --chunked-prefill-size 16384
 
-    Reads config.json alone: no weights, no GPU. The installed engine says
-    which runner and format it would choose on such a GPU. The first line compares
-    the memory that is left in addition to weights and KV cache with the memory
-    that CUDA graphs and forward passes need. The last lines are settings to copy.
-    docs/commands/models.md says how to read the rest.
+    --model needs only config.json: no weights, no GPU. The installed engine says
+    which MoE runner and weight format it would choose on the GPU of --gpu. The
+    first line compares two amounts of memory: what weights and KV cache leave
+    free, and what CUDA graphs and forward passes need. The last lines are
+    settings to copy. docs/commands/models.md explains the other lines.
 
-    Exit code: 1 if the server does not start; 2 if there is no config.json, the
-    model has no routed experts, a variable or an option is misspelt, or the engine
-    refuses the model or the arguments.
+    Exit code with --model: 1 if the server does not start; 2 if there is no
+    config.json, the model has no routed experts, a variable or an option is
+    misspelt, or the engine refuses the model or the arguments.
     """
     if misspelt := find_misspelt_option(server_args or []):
         refuse(misspelt, json=json)
@@ -240,30 +241,33 @@ def regress(
     --data-path test.jsonl -- --tp 4 --quantization modelopt_fp4
     --moe-runner-backend flashinfer_trtllm_routed
 
-    Starts the stock server (SGLANG_MOE_PATCHES=none), runs the engine's own
-    GSM8K evaluation at temperature 0, and ends the server. Then does the same
-    with the patched server. The report compares accuracy, answers, throughput
-    and memory.
+    regress starts the stock server (SGLANG_MOE_PATCHES=none), runs the engine's
+    own GSM8K evaluation at temperature 0, and ends the server. Then regress does
+    the same with the patched server. The report compares accuracy, answers,
+    throughput and memory.
 
-    Rejects server arguments of servers that one command on this machine cannot
-    start: --nnodes above 1, --use-ray, --disaggregation-mode,
-    --checkpoint-engine-wait-weights-before-ready. Start both servers yourself,
-    and give --baseline-url and --patched-url.
+    regress rejects these server arguments after the `--`:
 
-    Rejects --ssl-*, --api-key, --admin-api-key, --grpc-mode and --host, because
-    both servers listen only on 127.0.0.1 and receive requests over plain HTTP.
-    Rejects --port, --model and --model-path after the `--`: give --model and
-    --port before it.
+    --nnodes above 1, --use-ray, --disaggregation-mode,
+    --checkpoint-engine-wait-weights-before-ready: one command on this machine
+    cannot start such servers. Start both servers yourself, and give
+    --baseline-url and --patched-url.
 
-    Rejects --is-embedding, --encoder-only and --skip-tokenizer-init, because
-    such servers generate no text. Rejects --delete-ckpt-after-loading, because
-    the second server needs the checkpoint, too.
+    --ssl-*, --api-key, --admin-api-key, --grpc-mode, --host: both servers listen
+    only on 127.0.0.1 and receive requests over plain HTTP.
+
+    --port, --model, --model-path: give --port and --model before the `--`.
+
+    --is-embedding, --encoder-only, --skip-tokenizer-init: a server with one of
+    these arguments generates no text.
+
+    --delete-ckpt-after-loading: the second server needs the checkpoint, too.
 
     The servers end with this process, also after Ctrl-C or another signal.
 
-    Exit code: 0: no worse by more than --max-drop. 1: worse, or only the patched
-    server failed. 2: an error, or an inconclusive result. The last line says
-    what to change.
+    Exit code: 0 if the patched server is no worse by more than --max-drop; 1 if
+    the patched server is worse, or if only the patched server failed; 2 after an
+    error or an inconclusive result. The last line then says what to change.
     """
     if missing := [name for name in REGRESS_EXTRA if util.find_spec(name) is None]:
         fail(f"regress needs {', '.join(missing)}: pip install '.[regress]' in a clone of sglang-moe-patches")

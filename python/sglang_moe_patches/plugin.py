@@ -22,9 +22,10 @@ from typing import Any
 def _end_if_strict(error: Exception) -> None:
     """End the process if ``SGLANG_MOE_PATCHES_STRICT=1``.
 
-    This function uses no other module of this package, because the error may come from the import of such a module.
+    This function uses no other module of this package, because the import of such a module may have failed.
 
-    :raises SystemExit: the variable is 1. The message contains the error.
+    :param error: the exception that prevents all changes from being applied.
+    :raises SystemExit: the variable is 1. The message contains ``error``.
     """
     if os.environ.get("SGLANG_MOE_PATCHES_STRICT", "").strip() == "1":
         message = f"sglang-moe-patches: SGLANG_MOE_PATCHES_STRICT=1, and no change can be applied: {error!r}"

@@ -1,8 +1,9 @@
 """GPU tests of column slices with the Triton runner: the same bits as the engine's own function, in less memory.
 
 Without a GPU, the tests run the engine's kernels in Triton's interpreter (TRITON_INTERPRET=1), with plain PyTorch
-instead of the engine's CUDA functions. A unit test does that; `make test-all` includes the tests with the mark
-`product`. The data type is then float16, because the interpreter computes bfloat16 incorrectly.
+instead of the engine's CUDA functions. The data type is then float16, because the interpreter computes bfloat16
+incorrectly. The unit test `test_gpu_tests_of_both_runners_pass_in_the_interpreter` runs this file in the interpreter.
+Only `make test-all` also runs the tests with the mark `product`.
 """
 
 from __future__ import annotations

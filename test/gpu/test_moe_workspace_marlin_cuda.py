@@ -174,7 +174,10 @@ class Poison(TorchDispatchMode):
 
 
 def run_both(module, given):
-    """Return the output of the engine's function, and the output in column slices on memory filled with NaN."""
+    """Run Marlin's fused-MoE function twice, first as the engine's own, then in column slices. Return both outputs.
+
+    In the second run, new tensors are filled with NaN, so a read of unwritten memory changes the output.
+    """
     stock = run(module, given)
     with install_column_slices(), Poison():
         return stock, run(module, given)

@@ -1,11 +1,11 @@
-"""Model of PyTorch's caching allocator, and a recorder of the memory that a function allocates and frees.
+"""Simulation of PyTorch's caching allocator, and a recorder of the memory that a function allocates and frees.
 
 Together they show how much GPU memory PyTorch's allocator would reserve if the function ran on a GPU, and how much of
 this memory no tensor uses. No GPU is needed, because the function runs on the CPU. If its tensors are too large for the
 CPU's memory, the function runs on PyTorch's ``meta`` device.
 
-The model follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.11 and 2.14 with default settings, one stream and
-no limit of memory. It supports only one setting, ``max_split_size_mb``.
+The simulation follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.11 and 2.14 with default settings, one stream
+and no limit of memory. It supports only one setting, ``max_split_size_mb``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Block:
 
 
 class Allocator:
-    """Model of PyTorch's caching allocator. It allocates no memory, and only counts bytes.
+    """Simulation of PyTorch's caching allocator. It allocates no memory, and only counts bytes.
 
     :param max_split_size: value of the allocator's setting ``max_split_size_mb``, in bytes; ``None`` if it is not set.
     """

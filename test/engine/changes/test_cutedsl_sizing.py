@@ -314,7 +314,8 @@ def test_the_bound_is_upstreams_number_if_its_terms_are_the_largest(server_args,
 )
 def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, expected):
     """Each of these server arguments raises this package's bound on the tokens in a forward pass. Later engine releases
-    compute the bound themselves. Their bound is smaller with these arguments, and the package does not replace it.
+    have a bound of their own, ``cutedsl_moe_max_num_tokens``. With these arguments the engine's bound is too small. The
+    package leaves the engine's bound as it is, and uses its own.
     """
     args = server_args(**{"max_prefill_tokens": 512, **graph_arguments(64), **more})
     assert bound(args) == expected

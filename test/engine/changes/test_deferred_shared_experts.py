@@ -77,9 +77,10 @@ def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpo
 
 @pytest.mark.usefixtures("require_package_deferral")
 def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(engine, checkpoint, monkeypatch):
-    """A wrong deferral changes the answer, so the tests of this file would detect it. The routed experts of this test
-    overwrite their input. The change does not notice, and defers the shared experts. If ``find_reason_to_run_first``
-    returns a reason, the change does not defer them, and the answer is right.
+    """The tests of this file would detect a wrong deferral, because it changes the answer. In this test, the routed
+    experts overwrite their input, and the change does not notice it. The change first defers the shared experts, so the
+    answer is wrong. Then ``find_reason_to_run_first`` returns a reason. The change now defers nothing, so the answer is
+    right.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 

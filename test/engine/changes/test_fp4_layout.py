@@ -2,7 +2,7 @@
 and no holes remain.
 
 A hole is memory that PyTorch's allocator has reserved and no tensor uses. The engine's functions and the layouts of
-``triton_kernels`` are the real ones, for a Hopper GPU. Whole layers run on the ``meta`` device, and a model of
+``triton_kernels`` are the real ones, for a Hopper GPU. Whole layers run on the ``meta`` device, and a simulation of
 PyTorch's allocator counts their memory.
 """
 
@@ -244,7 +244,7 @@ def record_loading(engine, mxfp4, monkeypatch, layers, shape, attention_sizes):
 
 
 def replay(created, first, others):
-    """Replay recorded allocations and frees in a model of PyTorch's allocator.
+    """Replay recorded allocations and frees in a simulation of PyTorch's allocator.
 
     :returns: the allocator after all layers, and the largest numbers of bytes that were allocated and reserved during
         the layout of the first layer.

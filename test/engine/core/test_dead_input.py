@@ -555,8 +555,9 @@ def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_
 def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(
     write_bf16, engine, expert_outputs
 ):
-    """If a block's routed experts run by themselves, the Triton runner writes their output over their input, as in the
-    stock server. Traced prefill graphs run the shared experts first, and then the routed experts by themselves.
+    """If an MoE block does not defer its shared experts, the Triton runner writes the routed experts' output over their
+    input, as in the stock server. The block defers them in ``forward_normal``. To run the routed experts without a
+    deferral, the test calls them directly, as traced prefill graphs do after the shared experts.
     """
     with installed(deferred_shared_experts.CHANGE):
         block = engine.load(write_bf16("deepseek-v3")).model.layers[1].mlp

@@ -32,9 +32,9 @@ from snapshot import PACKAGES, Snapshot, find_differences, restore, take_snapsho
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 HOOK_POINT_IN_IMPORTING_MODULE = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
-"""End of the dotted name of a function that an engine module has imported from another module. If another plugin has
-patched the function in the importing module, fp4-weights leaves this module alone. It may still patch the function in
-the module that defines it."""
+"""Name of an engine function, after the name of a module that imports it. Another module defines the function. If
+another plugin has patched the function in the importing module, fp4-weights does not patch it there. The change may
+still patch the function in the defining module."""
 LOADING = "model_runner.ModelRunner.load_model"
 """Name of the method in which moe-workspace inspects the model. If another plugin has patched this method,
 moe-workspace assumes for every model that another stream reads the experts' input."""
@@ -270,7 +270,8 @@ KEPT_TENSORS: dict[str, tuple[Callable[[Any], HookPoint], str, bool]] = {
 
 - ``find``: function that receives a decoder layer and returns the method that the plugin wraps.
 - ``keeps``: ``given`` if the plugin keeps the method's arguments, ``result`` if it keeps the method's result.
-- ``in_place``: whether the layers' norms work in place. It is False if such a norm would overwrite the kept tensor.
+- ``in_place``: whether the test keeps the engine's norms, which work in place. It is False if the next layer's norm
+  would overwrite the kept tensor. The test then makes all norms write to new tensors.
 """
 
 

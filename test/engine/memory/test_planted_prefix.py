@@ -135,7 +135,8 @@ def test_planting_loses_no_slot_and_duplicates_none_whatever_is_cached(kind, pag
 @pytest.mark.every_release
 @pytest.mark.parametrize("kind", ["RadixCache", "UnifiedRadixCache"])
 def test_a_planted_prefix_has_its_own_slots(kind):
-    """When a planted prefix is evicted, each slot of the prefix returns to the allocator exactly once."""
+    """Each slot of a planted prefix returns to the allocator exactly once when the prefix is evicted. A planted prefix
+    was inserted into the radix cache with slots of the KV cache, but without computing its keys and values."""
     scheduler = scheduler_of(kind, 1)
     allocator = scheduler.token_to_kv_pool_allocator
     in_use = allocator.alloc(100)

@@ -4,13 +4,13 @@ The stand-ins read weights in the layout of the real kernels: the rows are permu
 scales are interleaved, too. Weights that are prepared incorrectly therefore give wrong answers, as on the hardware. For
 an unsupported argument, a stand-in raises an exception that names the argument.
 
-**A token's result does not depend on the rest of the batch, to the last bit.**
+**A token's result has the same bits, whatever the rest of the batch is.**
 
-- Matrix products over up to 1,188 elements are exact in float64, so the order of their additions has no effect. The
-  reason: NVFP4 values without their whole-tensor scale are multiples of 2**-10 and at most 2688. A partial sum of
-  products therefore fits in the 53 bits of a float64.
-- In longer rows, only sums beyond 2**33 are rounded. The rounded bit almost never survives the following conversion to
-  float32.
+- A sum of up to 1,188 products is exact in float64, so the order of its additions has no effect. Each factor is an
+  NVFP4 value without its whole-tensor scale: a multiple of 2**-10, and at most 2688. The sum is therefore a multiple of
+  2**-20 below 2**33, and fits in the 53 bits of a float64.
+- A sum of more products is rounded only if it exceeds 2**33. The next step converts the sum to float32, which almost
+  always removes the difference.
 - The activation is computed in float64, too.
 - The experts of a token are added in the order of their numbers.
 

@@ -364,7 +364,8 @@ def run_experts(
     """Compute the routed experts of an NVFP4 layer, like ``flashinfer_kernels.trtllm_fp4_block_scale_moe`` after its
     routing.
 
-    :param orders: position of row i in the layout, for codes and block scales of the first and of the second weight.
+    :param orders: row orders of the first and of the second GEMM's weights. Each is a pair of int tensors [rows], for
+        the FP4 codes and for the block scales. Element i is the position of row i in the TRT-LLM layout.
     :param ids: int64 [tokens, top_k], local expert numbers. Numbers outside 0 to experts - 1 contribute nothing.
     :param weights: float32 [tokens, top_k].
     :param output: bfloat16 [tokens, up to hidden], contiguous. It receives the result, and may not overlap an argument.

@@ -127,8 +127,9 @@ def test_the_number_of_remembered_pool_addresses_is_limited(monkeypatch):
 
 
 def test_addresses_outside_the_pool_are_checked_again():
-    """If an address lies outside the pool, this answer must not be cached, because the address may lie in the pool
-    later. With an outdated answer, only some of the ranks would allocate from the pool."""
+    """``cache_pool_addresses`` caches which addresses lie in the pool of NCCL symmetric memory. It must not cache that
+    an address lies outside the pool, because the pool may grow and contain this address later. With an outdated cache,
+    only some of the ranks would allocate from the pool."""
     answers = [False, False, True]
     asks = runners.cache_pool_addresses(lambda tensor: answers.pop(0))
     tensor = torch.empty(1)

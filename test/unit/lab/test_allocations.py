@@ -1,4 +1,4 @@
-"""Tests of ``lab/allocations.py``: the model of PyTorch's caching allocator, and the recorder of the memory that a
+"""Tests of ``lab/allocations.py``: the simulation of PyTorch's caching allocator, and the recorder of the memory that a
 function allocates and frees."""
 
 from __future__ import annotations

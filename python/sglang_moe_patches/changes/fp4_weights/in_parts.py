@@ -171,9 +171,9 @@ class _FillRecorder(TorchFunctionMode):
 def _compute_bytes_with_room(swizzle: Callable[..., Any], created: dict[str, Any], name: str) -> int:
     """Return the bytes to allocate for a parameter: its own bytes, and the bytes by which it grows in the layout.
 
-    Laid-out weights are written over the loaded weights. Laid-out scales first get their own memory, because the loaded
-    scales are still in use. Later the laid-out scales move into the freed memory of the loaded scales, where they fit
-    exactly.
+    The layout writes the laid-out weights over the loaded weights, so they must fit into this memory. It writes the
+    laid-out scales to new memory, because the loaded scales are still in use. Later the loaded scales are freed, and
+    the laid-out scales move into the freed memory. For this move, their memory has the exact size.
 
     :param created: the layer's new parameters on the ``meta`` device, by name.
     """

@@ -103,7 +103,10 @@ def compute_matrix_shapes(hidden_size: int, intermediate_size: int, is_gated: bo
 
 
 def find_repeating_tile(rows: torch.Tensor) -> torch.Tensor | None:
-    """Return the permutation within a tile of TILE_ROWS rows, or ``None`` if tiles have different permutations.
+    """Return the permutation that all tiles of a matrix repeat, or ``None`` if there is no such permutation.
+
+    The tiles are consecutive groups of TILE_ROWS rows. In a repeating permutation, each row stays in its tile, and all
+    tiles have the same permutation.
 
     :param rows: int64 ``[n]``, a permutation of ``range(n)``.
     """

@@ -13,8 +13,9 @@ PARTS = 40
 """Number of parts into which the experts of a layer are divided. The parts are laid out one after the other. With 40
 parts the temporary tensors take less than a quarter of the layer's weights."""
 _TEMPORARIES = 9
-"""Memory that ``triton_kernels`` takes while it lays out the first GEMM's weights (``w13``), in addition to the loaded
-weights. The unit is the memory of the laid-out ``w13``. A model of PyTorch's allocator gave this number."""
+"""Ratio of temporary memory to the memory of the laid-out first GEMM's weights (``w13``). ``triton_kernels`` takes the
+temporary memory while it lays out ``w13``, in addition to the loaded weights. A simulation of PyTorch's allocator gave
+this ratio."""
 _PADDED_TO = 64
 """Padding of a laid-out expert: its number of rows, and the bytes of each row, are multiples of this number in SGLang
 0.5.12.post1 to 0.5.17."""
@@ -23,11 +24,11 @@ _SCALE_ROWS = 256
 _STOCK_HOLES = 0.085
 """Memory that a stock server loses to holes in its allocator, as a fraction of the laid-out experts' bytes. A hole is
 reserved memory that no later tensor fits into. With gpt-oss-120b on one H200 the holes were 5,005 MB of 58.6 GB. For
-layers of other sizes, a model of PyTorch's allocator gives 8 to 35 %."""
+layers of other sizes, a simulation of PyTorch's allocator gives 8 to 35 %."""
 _HOLES_OF_LAYER = 5 << 20
 """Bytes that a rank loses to holes for each MoE layer if experts are laid out in parts. Most holes are unused ends of
-the allocator's segments. For gpt-oss-120b with TP=1, 2, 4 and 8, a model of PyTorch's allocator gives 3.5 to 7.5 MB. On
-an H200 with TP=1 the holes of 36 layers were 184 MB."""
+the allocator's segments. For gpt-oss-120b with TP=1, 2, 4 and 8, a simulation of PyTorch's allocator gives 3.5 to
+7.5 MB. On an H200 with TP=1 the holes of 36 layers were 184 MB."""
 _MARLIN = 1.47, 0.21
 """Memory that the repack of one layer for Marlin takes, as a multiple of the layer's packed weights. The first number
 is for a stock server, the second for fp4-weights (both on SGLang 0.5.17)."""

@@ -376,9 +376,10 @@ def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], ro
     """Return the largest number of slices that together cost at most ``budget_us`` microseconds. The first slice costs
     nothing.
 
-    The result is at most ``rows`` + 1, so that an infinite budget has a finite result.
+    The number of further slices is limited to ``rows``, only so that the result is finite if the budget is infinite.
 
-    :param slice_us: cost of each slice after the first in microseconds: a constant, and an amount for each row.
+    :param slice_us: cost of each slice after the first in microseconds, as a pair: a constant, and an amount for each
+        row.
     """
     return max(1, 1 + int(min(budget_us / _compute_slice_cost_us(slice_us, rows), rows)))
 
@@ -434,10 +435,11 @@ def compute_min_tensor_bytes(max_bytes: int | None) -> int:
 
 
 def compute_min_packed_tensor_bytes(max_bytes: int | None) -> int:
-    """Return the size in bytes below which Marlin's expert outputs are never cut.
+    """Return the size in bytes below which the expert outputs of Marlin, whose weights are packed, are never cut.
 
     :param max_bytes: the user's limit for the runner's memory, or ``None``. With a limit, the result is a third of it.
-        Slices of smaller expert outputs are not needed, or do not help.
+        The second GEMM needs three tensors, and slices help only if the expert outputs are the largest of them. If the
+        largest has less than a third of the limit, all three fit without slices.
     """
     # The second GEMM needs three tensors: the expert outputs, the activation's output and the layer's output. If slices
     # help, the expert outputs are the largest of the three.

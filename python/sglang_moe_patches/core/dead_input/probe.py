@@ -373,10 +373,12 @@ def require_loop(model: type) -> None:
 
 
 def _has_plain_sum(layer: Any) -> bool:
-    """Return whether a decoder layer only adds its input to the residual, and reads the residual only through its norm.
+    """Return whether the engine only adds a decoder layer's input to the residual, and attention reads the sum only
+    through a norm.
 
-    In releases where the batch keeps the residual, this function only checks the norm. Each forward pass checks the
-    addition (:func:`.offer.find_stream_residual`).
+    In releases where the batch keeps the residual, this function checks only the norm. The addition is checked in each
+    forward pass (:func:`.offer.find_stream_residual`). In other releases, the engine's unpatched ``prepare_attn`` does
+    both.
     """
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is not None:

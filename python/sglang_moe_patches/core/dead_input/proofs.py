@@ -299,9 +299,10 @@ def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
 
 
 def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Place]) -> set[str] | None:
-    """Return the names of a method's parameters that receive the arguments at some places of a call.
+    """Return the names of the parameters to which a call of a method passes certain arguments.
 
-    :param places: positions, keywords, ``*`` and ``**``.
+    :param definition: the method.
+    :param places: the places of these arguments in the call (:data:`Place`).
     :returns: ``None`` if an argument has no named parameter of its own, for example if the call passes ``*values``.
     """
     arguments = definition.args

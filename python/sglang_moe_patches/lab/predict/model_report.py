@@ -143,12 +143,12 @@ def describe_change(change: Change, answer: Mapping[str, Any], decision: Decisio
 def describe_fp4_weights(
     server: Server, answer: Mapping[str, Any], stock: Fit | None, fit: Fit | None
 ) -> dict[str, Any]:
-    """Return the row of the change fp4-weights in the report. Whether fp4-weights acts depends on the weights' format
-    and on the runner.
+    """Return fp4-weights' row of the report: whether the change acts on the server, and how much memory it saves.
+    fp4-weights acts only with certain formats of weights and certain runners (:data:`LAYOUT_RUNNERS`).
 
     :param answer: status and reason of the change.
-    :param stock: memory of the stock server, with weights and loading; ``None`` if it is not known.
-    :param fit: memory of the patched server, with weights and loading.
+    :param stock: memory of the stock server after loading and while loading; ``None`` if it is not known.
+    :param fit: the same for the patched server.
     """
     row = _start_row("fp4-weights", answer)
     if answer["status"] not in ACTIVE:
@@ -526,9 +526,10 @@ def estimate_peak(sizes: ModelSizes, server: Server) -> int:
 def _sizes_of_need(
     model: Model, server: Server, engine_answer: Mapping[str, Any], peak: int, *, segments: bool
 ) -> tuple[Decodes, Forwards]:
-    """Return the sizes that decide a server's need (:class:`.room.Need`).
+    """Return the sizes from which :func:`.room.predict_need` predicts a server's need: the sizes of its decodes, and
+    the sizes of its prefills and graphs.
 
-    :param peak: bytes of the forward pass of a prefill chunk.
+    :param peak: peak memory of the forward pass of a prefill chunk, in bytes.
     :param segments: whether the change activation-segments acts.
     :raises ValueError: the engine's answer was made by an older version of this package, or the layers could not be
         built.

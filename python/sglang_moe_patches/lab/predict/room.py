@@ -61,7 +61,8 @@ multiprocessors."""
 DEFAULT_REQUESTS = 2048
 """Limit of concurrent requests that the engine uses without ``--max-running-requests``."""
 EAGER_REQUESTS = 256
-"""Limit of concurrent requests with penalties that kv-sizing uses if no decode graph is captured."""
+"""Limit of concurrent requests while a request has penalties, in a server with kv-sizing and without decode graphs. All
+decodes of such a server are eager."""
 MARGIN_BYTES = KV_MARGIN.parse(KV_MARGIN.default)
 """Bytes that a server must have free in addition to its need (:class:`Need`): kv-sizing's default margin. The report
 advises no ``--mem-fraction-static`` that leaves less memory free."""

@@ -82,7 +82,10 @@ def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, thres
 @functools.cache
 def min_questions(drop: float, alpha: float) -> int:
     """Return the smallest number of questions with which a run can show that the accuracy drops by less than ``drop``.
-    The number suffices if the run has neither losses nor gains."""
+
+    This number suffices in the best case: no question is answered correctly by only one of the two servers. The run
+    then has neither losses nor gains.
+    """
     # if the share of losses is `drop`, a run without any loss is improbable
     questions = ceil(log(alpha) / log(1 - drop))
     while p_value(questions, 0, 0, drop) > alpha:

@@ -74,10 +74,10 @@ class Switch:
             self.resume()
 
     def _apply(self, setting: str = "") -> None:
-        """Set the kind of segments that the allocator uses. If the switch is off, do nothing.
+        """Set the allocator to expandable or ordinary segments. If the switch is off, leave the allocator unchanged.
 
-        :param setting: :data:`ON` (expandable segments) or :data:`OFF` (ordinary segments). If it is empty, the method
-            chooses ordinary segments while the switch is suspended, else expandable segments.
+        :param setting: :data:`ON` for expandable segments, or :data:`OFF` for ordinary segments. By default, the
+            allocator gets ordinary segments while the switch is suspended, else expandable segments.
         """
         if not self._on:
             return

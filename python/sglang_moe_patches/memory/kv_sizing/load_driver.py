@@ -75,7 +75,8 @@ class LoadDriver:
         The limit is the number of requests in the decode before this decode, and at least :attr:`.Limits.penalized`. 0
         if ``_most_requests`` is 0."""
         self.missed: dict[str, PhaseKind] = {}
-        """Phases whose sizes no forward pass had. The key is the phase's name, and the value is its kind."""
+        """Phases that ended without a forward pass as large as their ``bound``, and phases that never began because the
+        script ended early. The key is the phase's name, and the value is its kind."""
         self.is_over = False
         """Whether :meth:`next_requests` has no further request: all phases have ended, or an error ended the
         rehearsal."""

@@ -675,8 +675,11 @@ def rising_counts(before: int, last: int, times: int = MAX_REQUEST_RATIO) -> lis
 
 
 def _link_estimates(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
-    """Return copies of phases whose numbers of requests rise. Each copy except the first has an estimate of its memory,
-    derived from the phase before it."""
+    """Return the phases, each except the first with an estimate of its memory. The estimate is derived from the phase
+    before it.
+
+    :param phases: phases of decodes, in the order of rising numbers of requests.
+    """
     linked: list[Phase] = []
     for phase in phases:
         linked.append(_estimate_from(linked[-1], phase, limits) if linked else phase)
@@ -698,10 +701,10 @@ def _may_be_left_out(phase: Phase) -> bool:
 
 
 def _make_long_among_short(limits: Limits, decodes: list[Phase]) -> list[Phase]:
-    """Return the phase of the largest decode with one long request. The list is empty if the KV cache has no room for
-    this decode.
+    """Return a list with one phase: the largest decode of one long request among short requests. The list is empty if
+    a batch has only one request, or if the KV cache has no room for the long request.
 
-    :param decodes: phases of decodes without a long request.
+    :param decodes: phases of decodes without a long request. The last phase gives the estimate of the memory.
     """
     short = _make_decode_phase(PhaseKind.EAGER_DECODE, "", limits.batch, limits)
     half = replace(limits, cache_tokens=limits.cache_tokens // 2)  # the long request has the other half of the KV cache

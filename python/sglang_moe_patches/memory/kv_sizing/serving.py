@@ -559,8 +559,8 @@ class Retirement:
         return max(int(tail.held.sum()) * tail.page for tail in self._tails.values())
 
     def usable_counts(self) -> TokenCounts:
-        """Return the KV cache size that the engine may use at this time: the slots before the tail, and the held slots
-        of the tail."""
+        """Return the KV cache size that the engine may use now: all slots except those that were already withdrawn
+        (removed from the allocator's free lists)."""
         return self._counts(_Tail.count_usable)
 
     def mapped_counts(self) -> TokenCounts:

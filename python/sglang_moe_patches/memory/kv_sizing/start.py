@@ -626,10 +626,12 @@ class StartRunner:
             )
 
     def _poll(self, step: Exchange, deadline: float) -> list[Any]:
-        """On rank 0: return the broadcast of the values, once all ranks have published or the deadline is over. Return
-        no broadcast before that.
+        """Return the messages that rank 0's scheduler reads in this turn of an exchange.
 
-        :param deadline: latest time of the broadcast, by ``time.monotonic``.
+        The list is empty while a rank's value is missing. As soon as all ranks have published their values, or after
+        the deadline, the list has one broadcast: the order to resume the start with the values.
+
+        :param deadline: time after which rank 0 no longer waits, by ``time.monotonic``.
         """
         try:
             values = self._board.collect(step.topic, type(step.value))

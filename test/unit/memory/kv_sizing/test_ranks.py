@@ -318,8 +318,9 @@ def test_users_requests_wait_while_rank_0_broadcasts():
 
 @pytest.fixture
 def ask_all_machines(store, monkeypatch):
-    """Return a function that simulates one rank on each machine. A rank whose argument is True takes part in kv-sizing,
-    and asks whether all machines do. The function returns the set of all answers. An error is "RuntimeError"."""
+    """Return a function that simulates one rank on each of several machines. Its arguments are one boolean for each
+    rank: whether the rank calls ``all_machines_take_part``. It returns the set of all results. If a rank raises
+    ``RuntimeError``, its result is the string "RuntimeError"."""
     monkeypatch.setattr(ranks, "WAIT_S", 0.5)
 
     def ask(rank):

@@ -145,12 +145,13 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
 def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if_it_costs_little(
     free, has_default_requests, earlier, graphs, requests, stopped, lowest, arguments, scheduler, monkeypatch
 ):
-    """A large decode is rehearsed if at least 1 GB stays free. Its sampling takes 20 MB for each request. If the user
-    has set no limit of concurrent requests, the margin must stay free, too, and the decode may cost only little memory.
+    """The rehearsal runs a large decode only if 1 GB stays free. If the user has set no limit of concurrent requests,
+    there are two more conditions: the margin must stay free in addition, and the decode may cost at most 1/32 of the
+    KV cache. In this test, a decode takes 20 MB for each request.
 
     :param free: free memory in GB when the rehearsal starts.
     :param has_default_requests: whether the user has set no limit of concurrent requests.
-    :param earlier: peaks in bytes of an earlier rehearsal, by phase.
+    :param earlier: peak memory of each phase in an earlier rehearsal, in bytes. The key is the phase's name.
     :param graphs: memory of the decode graphs in GiB.
     :param requests: limit of concurrent requests that the rehearsal sets; 0 if it sets none.
     :param stopped: whether the rehearsal ends because a decode that the user asked for does not fit.
@@ -294,9 +295,9 @@ def test_waiting_requests_count_as_stuck_after_a_long_time_without_a_batch(
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_rehearsal_times_out_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
-    """After its timeout, a rehearsal ends at once, unless it has put a prefix into the radix cache without computing it
-    (*planted* it). It then waits until the cache can be flushed. Otherwise a user's prompt with this prefix would read
-    arbitrary keys and values."""
+    """After its timeout, a rehearsal ends at once, even if requests still run. If the rehearsal has planted a prefix
+    (inserted it into the radix cache without computing it), it waits until no request runs, because only then the cache
+    can be flushed. Without a flush, a user's prompt with this prefix would read arbitrary keys and values."""
     instance, now = scheduler(), [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal, "plant", lambda scheduler, tokens: True)
