@@ -115,14 +115,15 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder with config.json, the file itself, or a Hugging Face name: from the cache or a built-in list."
+            help="Folder with config.json, path of this file, or Hugging Face name. For a name, config.json comes from "
+            "the local cache or from a built-in list."
         ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"With --model: GPU to assume; it may be absent. One of {', '.join(GPUS)}. h100:94GB sets its memory. "
-            "Default: h200."
+            help="With --model: GPU on which the server would run. This machine does not need one. Values: "
+            f"{', '.join(GPUS)}. h100:94GB is an h100 with 94 GB of memory. Default: h200."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
@@ -160,7 +161,7 @@ def doctor(
 
     require_engine()
     try:
-        with show_progress("importing the engine and probing what each change wraps: about 10 s"):
+        with show_progress("importing the engine and checking the functions that each change wraps: about 10 s"):
             report = doctor.examine()
     except ValueError as error:
         refuse(str(error), json=json)
@@ -176,7 +177,7 @@ def doctor(
 
 def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     """Run ``doctor --model``: examine a server of a model, print the report, and exit."""
-    doing = f"SGLang {engine.version()} resolves the arguments and builds layers without memory: about 10 s"
+    doing = f"SGLang {engine.version()} resolves the arguments and builds layers without allocating memory: about 10 s"
     try:
         patch.check_environment(CHANGES)
         with show_progress(doing):
@@ -184,7 +185,7 @@ def advise(model: str, server_args: list[str], gpu: str, json: bool) -> None:
     except engine_query.Refused as error:
         refuse(f"the engine refuses this server: {error}", json=json)
     except engine_query.CannotAsk as error:
-        refuse(f"the engine cannot be asked without a GPU: {error}", json=json)
+        refuse(f"the engine could not examine this server without a GPU: {error}", json=json)
     except ValueError as error:  # no config.json, or a wrong argument or variable
         refuse(str(error), json=json)
     if json:
@@ -221,7 +222,9 @@ def regress(
     alpha: Annotated[
         float,
         typer.Option(
-            min=1e-6, max=0.5, help="Significance level of the two one-sided tests, for worse and for no worse."
+            min=1e-6,
+            max=0.5,
+            help='Significance level of the two one-sided tests: one for the verdict "worse", one for "no worse".',
         ),
     ] = 0.05,
     require_identical: Annotated[
@@ -232,7 +235,9 @@ def regress(
     patched_url: Annotated[
         str | None, typer.Option(help="URL of a running patched server, instead of --model.")
     ] = None,
-    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds until a server must be ready.")] = 1800,
+    startup_timeout: Annotated[
+        float, typer.Option(min=1, help="Maximum time in which a server must become ready, in seconds.")
+    ] = 1800,
     port: Annotated[int | None, typer.Option(help="Port of both servers on 127.0.0.1. Default: a free port.")] = None,
 ) -> None:
     """Compare a stock server and a patched server of a model on GSM8K.
@@ -270,7 +275,11 @@ def regress(
     error or an inconclusive result. The last line then says what to change.
     """
     if missing := [name for name in REGRESS_EXTRA if util.find_spec(name) is None]:
-        fail(f"regress needs {', '.join(missing)}: pip install '.[regress]' in a clone of sglang-moe-patches")
+        modules = ", ".join(missing)
+        fail(
+            f"regress needs modules that are not installed ({modules}): pip install '.[regress]' in a clone of "
+            "sglang-moe-patches"
+        )
     from rich.console import Console
 
     from sglang_moe_patches.lab.regress import regress as regression
@@ -300,7 +309,7 @@ def regress(
     except regression.CannotRun as error:
         fail(str(error))
     except regression.PatchedFailed as error:
-        fail(f"worse: the patched server failed where the stock one answered. {error}", 1)
+        fail(f"worse: the patched server failed, but the stock server answered all questions; {error}", 1)
     except KeyboardInterrupt:
         fail("interrupted; the servers are stopped and no report was written", 130)
     typer.echo(f"Report: {output / 'report.html'}")

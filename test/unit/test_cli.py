@@ -164,7 +164,7 @@ def test_a_port_that_is_in_use_is_refused(run_regress):
     ("arguments", "words"),
     [
         (["--ssl-keyfile", "key.pem"], ["--ssl-keyfile", "plain HTTP"]),
-        (["--ssl-certfile=cert.pem"], ["--ssl-certfile", "leave it out"]),
+        (["--ssl-certfile=cert.pem"], ["--ssl-certfile", "leave the argument out"]),
         (["--enable-ssl-refresh"], ["plain HTTP"]),
         (["--tp", "2", "--nnodes", "2"], ["--nnodes", "this machine", "--baseline-url"]),
         (["--nnodes=4"], ["--nnodes"]),
@@ -238,7 +238,7 @@ NOWHERE, ASKED = "http://127.0.0.1:9", ["regress", "--data-path", "DATA", "--num
         (["doctor", "--model", "a/b.gguf"], ["GGUF file", "config.json"]),
         (["doctor", "--model", QWEN, "--gpu", "h1000"], ["did you mean h100?", "NAME:96GB"]),
         (["doctor", "--model", QWEN, "--gpu", "h100:0.1GB"], ["no GPU has 0.1 GB of memory"]),
-        (["doctor", "--model", QWEN, "--", "--help"], ["--help is the engine's", "sglang.launch_server"]),
+        (["doctor", "--model", QWEN, "--", "--help"], ["--help is an option of the engine", "sglang.launch_server"]),
         (["regress"], ["-url"]),
         (["regress", "--baseline-url", NOWHERE], ["-url"]),
         (["regress", "--model", "x", "--baseline-url", "http://a:1", "--patched-url", "http://a:2"], ["-url"]),
@@ -340,7 +340,7 @@ def without_extras(tmp_path):
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(without_extras):
     done = command("regress", PYTHONPATH=without_extras)
-    needs = "regress needs scipy, psutil, httpx, jinja2: pip install '.[regress]'"
+    needs = "regress needs modules that are not installed (scipy, psutil, httpx, jinja2): pip install '.[regress]'"
     message = f"sglang-moe-patches: {needs} in a clone of sglang-moe-patches"
     assert (done.returncode, done.stderr.strip(), done.stdout) == (2, message, "")
 

@@ -93,7 +93,7 @@ def _describe_wrong_values() -> list[str]:
         try:
             variable.read()
         except WrongValue as error:
-            lines.append(f"{error}: a server in which {change} applies does not start")
+            lines.append(f"{error}: with this value, a server in which {change} applies does not start")
     return lines
 
 
@@ -138,7 +138,7 @@ def show(report: dict[str, Any]) -> None:
         f"sglang-moe-patches {report['package']}"
     )
     console.print(f"GPU: {', '.join(report['gpus']) or 'none'}", markup=False)
-    table = Table("change", "status", "what it does, and why, or why it does not apply")
+    table = Table("change", "status", "what the change does, and why, or why it does not apply")
     colours = dict.fromkeys((*patch.ACTIVE, patch.Status.NATIVE), "green") | {patch.Status.UNSUPPORTED: "bold red"}
     for change in report["changes"]:
         colour = colours.get(change["status"], "dim")
@@ -151,7 +151,10 @@ def show(report: dict[str, Any]) -> None:
         for name, value in report["variables"].items():
             console.print(f"  {name}={value}", highlight=False, markup=False, soft_wrap=True)
     else:
-        console.print("No variable of ours is set: every change is selected (SGLANG_MOE_PATCHES=all), not strict.")
+        console.print(
+            "No variable of sglang-moe-patches is set: every change is selected (SGLANG_MOE_PATCHES=all), and a server "
+            "starts even if a change cannot be applied."
+        )
     for line in report["unread"]:
         console.print(f"[bold yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
 

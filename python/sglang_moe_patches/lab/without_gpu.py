@@ -54,7 +54,8 @@ def build_stub_libcuda(folder: Path) -> Path:
     # The kernels load libnuma, which no Python package contains and which some systems lack.
     if any(name.startswith("numa_") for name in undefined) and not _can_load("libnuma.so.1"):
         raise UnusableEnvironment(
-            "the engine's kernels (sgl_kernel) load libnuma.so.1; install libnuma1 (Debian, Ubuntu) or numactl-libs"
+            "the engine's kernels (sgl_kernel) need libnuma.so.1, which cannot be loaded; install libnuma1 (Debian, "
+            "Ubuntu) or numactl-libs"
         )
     # The driver's functions are named cuXxx, unlike those of the CUDA runtime (cudaXxx) and of cuBLAS (cublasXxx).
     symbols = sorted(name for name in undefined if name.startswith("cu") and name[2:3].isupper())
@@ -66,7 +67,7 @@ def build_stub_libcuda(folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UnusableEnvironment(
-            f"{target.parent} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder that can"
+            f"{target.parent} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder that can be written"
         ) from None
     partial = target.with_suffix(f".{os.getpid()}")
     _run(
@@ -102,7 +103,9 @@ def _run(command: list[str], purpose: str, text: str | None = None) -> str:
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise UnusableEnvironment(f"{purpose} needs {command[0]}; install gcc and binutils") from None
+        raise UnusableEnvironment(
+            f"{purpose} needs {command[0]}, which is not installed; install gcc and binutils"
+        ) from None
     if done.returncode:
         raise UnusableEnvironment(f"{purpose} failed: {' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

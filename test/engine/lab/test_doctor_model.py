@@ -129,7 +129,8 @@ def test_deepseeks_shared_expert_runs_as_a_routed_expert(answers):
         ("MoRI", "Refused", "^SGLANG_MORI_MOE_MAX_INPUT_TOKENS: expected 0 .* got 'abc'$"),
         (
             *("misspelt", "Refused"),
-            "unrecognized arguments: --mem-fraction-statics 0.8 b; this release has --mem-fraction-static$",
+            "unrecognized arguments: --mem-fraction-statics 0.8 b; "
+            "similar in this release of SGLang: --mem-fraction-static$",
         ),
     ],
 )

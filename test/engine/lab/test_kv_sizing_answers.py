@@ -209,4 +209,4 @@ def test_a_started_server_decides_as_doctor_predicts(name, tmp_path: Path, check
     row = row_of(model_report.examine(str(model), flags, "b200"))  # a GPU with NVFP4
     assert reason
     assert not row["acts"]
-    assert row["reason"] == f"the engine's fraction is used because {reason}"
+    assert row["reason"] == f"the engine's --mem-fraction-static is used because {reason}"

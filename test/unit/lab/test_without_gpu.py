@@ -30,7 +30,9 @@ def test_a_missing_libnuma_is_named_and_the_stub_has_only_driver_functions(tmp_p
     monkeypatch.setattr(without_gpu, "_undefined_symbols", lambda library: {"numa_bind", "cuInit", "cublasCreate_v2"})
     monkeypatch.setattr(without_gpu, "_can_load", lambda library: has_libnuma)
     if not has_libnuma:
-        with pytest.raises(without_gpu.UnusableEnvironment, match=r"load libnuma\.so\.1; install libnuma1"):
+        with pytest.raises(
+            without_gpu.UnusableEnvironment, match=r"need libnuma\.so\.1, which cannot be loaded; install libnuma1"
+        ):
             without_gpu.build_stub_libcuda(tmp_path)
         return
     symbols = subprocess.run(

@@ -73,8 +73,10 @@ class Observer:
         try:
             step(*args)
         except Exception as error:
-            self.process.failure = f"observing failed: {type(error).__name__}: {error}"
-            logger.warning("sglang-moe-patches: %s; the server itself goes on, unmeasured", self.process.failure)
+            self.process.failure = f"observing the server failed: {type(error).__name__}: {error}"
+            logger.warning(
+                "sglang-moe-patches: %s; the server continues, but is no longer measured", self.process.failure
+            )
             # If the folder was deleted or the disk is full, the log still has the error.
             with contextlib.suppress(Exception):
                 self.write()

@@ -81,7 +81,7 @@ def find(model: str) -> Path:
             raise NoConfig(
                 f"{model} has GGUF files and no config.json: give the folder of the model they were made from"
             )
-        raise NoConfig(f"{model} has no config.json")
+        raise NoConfig(f"the folder {model} has no config.json")
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise NoConfig(f"{model} is neither a folder, nor a file, nor a Hugging Face name")
     try:
@@ -91,7 +91,7 @@ def find(model: str) -> Path:
     cached = try_to_load_from_cache(model, "config.json")
     if not isinstance(cached, str):
         raise NoConfig(
-            f"{model}'s config.json is not in the local cache; `hf download {model} config.json` fetches it alone"
+            f"{model}'s config.json is not in the local cache; to download it, run `hf download {model} config.json`"
         )
     return Path(cached)
 
@@ -195,16 +195,21 @@ def read_sizes(config: Mapping[str, Any], source: str) -> ModelSizes:
     def size(*names: str) -> int:
         number = largest(first(*names))
         if not isinstance(number, int) or isinstance(number, bool):
-            others = f", nor {', '.join(names[1:])}" if names[1:] else ""
-            raise NoConfig(f"{source}: config.json has no {names[0]}{others}{_describe_unknown_keys(text)}")
+            others = f", nor under {', '.join(names[1:])}" if names[1:] else ""
+            raise NoConfig(
+                f"{source}: config.json has no number under the key {names[0]}{others}{_describe_unknown_keys(text)}"
+            )
         return number
 
     if first(*_EXPERTS) is None and (others := _describe_unknown_keys(text)):
-        raise NoConfig(f"{source}: config.json has the number of its experts in none of {', '.join(_EXPERTS)}{others}")
+        raise NoConfig(
+            f"{source}: the number of experts cannot be read, because config.json has none of the keys "
+            f"{', '.join(_EXPERTS)}{others}"
+        )
     if first(*_EXPERTS) is None:
-        raise NoConfig(f"{source} has no routed experts: config.json has none of {', '.join(_EXPERTS)}")
+        raise NoConfig(f"{source} has no routed experts: config.json has none of the keys {', '.join(_EXPERTS)}")
     if (experts := size(*_EXPERTS)) < 2:
-        raise NoConfig(f"{source} has no routed experts: config.json has {experts} of them")
+        raise NoConfig(f"{source} has no routed experts: the number of experts in config.json is {experts}")
     architectures = [*(config.get("architectures") or []), *(text.get("architectures") or [])]
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     dense = dense_layers(text)
@@ -241,7 +246,7 @@ def _describe_unknown_keys(text: Mapping[str, Any]) -> str:
         for name, value in part.items()
         if ("expert" in name or "moe" in name) and not (prefix == "" and name in known) and value not in (None, False)
     ]
-    return f"; not understood: {', '.join(keys)}" if keys else ""
+    return f"; keys about experts that doctor does not know: {', '.join(keys)}" if keys else ""
 
 
 def dense_layers(text: Mapping[str, Any]) -> int:
@@ -265,14 +270,14 @@ def _find_unsupported_residual(first: Any) -> str:
     """Return the reason why the memory of the [tokens, hidden] tensors between the layers cannot be predicted; empty if
     it can be predicted."""
     for name, why in (
-        ("hc_mult", "its residual has several streams"),
-        ("zero_expert_num", "its experts run in parallel with attention and dense layers"),
-        ("moe_latent_size", "its experts have another hidden size"),
-        ("routed_expert_hidden_size", "its experts have another hidden size"),
-        ("moe_hidden_size", "its experts have another hidden size"),
+        ("hc_mult", "the residual of this model has several streams"),
+        ("zero_expert_num", "the experts of this model run in parallel with attention and dense layers"),
+        ("moe_latent_size", "the experts of this model have a different hidden size than its other layers"),
+        ("routed_expert_hidden_size", "the experts of this model have a different hidden size than its other layers"),
+        ("moe_hidden_size", "the experts of this model have a different hidden size than its other layers"),
     ):
         if first(name):
-            return f"{why} ({name})"
+            return f"{why} ({name} in config.json)"
     return ""
 
 
@@ -286,7 +291,7 @@ def _find_unsupported_attention(first: Any) -> str:
         (("index_topk", "sparse_attention_config"), "attends to keys that an indexer chooses"),
         (("linear_num_value_heads", "linear_attn_config"), "has layers of linear attention"),
         (("swa_head_dim", "swa_v_head_dim"), "has heads of several sizes"),
-        (("mamba_num_heads", "hybrid_override_pattern"), "shares its layers with Mamba"),
+        (("mamba_num_heads", "hybrid_override_pattern"), "is mixed with Mamba layers"),
     ):
         if any(first(key) is not None for key in keys):
             return why

@@ -99,7 +99,9 @@ def find_gpu(text: str) -> Gpu:
     if match is None or kind not in GPUS:
         near = difflib.get_close_matches(kind, GPUS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"--gpu {text} is unknown{hint}; known: {', '.join(GPUS)}; NAME:96GB sets another memory size")
+        raise ValueError(
+            f"--gpu {text} is unknown{hint}; known GPUs: {', '.join(GPUS)}; NAME:96GB is a GPU with 96 GB of memory"
+        )
     if match["size"] is None:
         return GPUS[kind]
     size = int(float(match["size"]) * SIZE_UNITS[(match["unit"] or "GB").upper()])
@@ -159,14 +161,14 @@ def ask(
                 raise
         return _query_once(query | {"leave_out_unused": False}, environ)
     except subprocess.TimeoutExpired:
-        raise CannotAsk(f"it gave no answer in {QUERY_TIMEOUT_S} s") from None
+        raise CannotAsk(f"the engine's process gave no answer in {QUERY_TIMEOUT_S} s") from None
 
 
 def _query_once(query: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
     process = run_query(json.dumps(query), environ)
     if process.returncode or not process.stdout:
         lines = [line for line in process.stderr.splitlines() if line.strip()]
-        raise CannotAsk(lines[-1] if lines else "it ended without a message")
+        raise CannotAsk(lines[-1] if lines else "the engine's process ended without a message")
     answer: dict[str, Any] = json.loads(process.stdout)
     for key, error in (("refused", Refused), ("model_refused", ModelRefused)):
         if key in answer:
@@ -247,7 +249,7 @@ def _resolve_arguments(arguments: list[str]) -> tuple[Any, bool]:
         with _translate_refusals(), contextlib.redirect_stderr(words):
             server_args = prepare_server_args(arguments)
     except SystemExit:
-        lines = words.getvalue().strip().splitlines() or ["it ended without a message"]
+        lines = words.getvalue().strip().splitlines() or ["the engine's argument parser ended without a message"]
         raise Refused(_add_near_options(lines[-1].split("error: ")[-1])) from None
     finally:
         ServerArgs.from_cli_args = from_cli_args
@@ -281,7 +283,7 @@ def find_wrong_value(arguments: Mapping[str, Any]) -> str:
     if chunk is not None and chunk != -1 and chunk < 1:
         return f"--chunked-prefill-size {chunk}: give a number of tokens from 1 on, or -1 for prompts in one piece"
     if (offloaded := arguments.get("cpu_offload_gb")) and offloaded < 0:
-        return f"--cpu-offload-gb {offloaded}: give GB from 0 on"
+        return f"--cpu-offload-gb {offloaded}: give a number of GB from 0 on"
     return ""
 
 
@@ -300,7 +302,7 @@ def _add_near_options(refusal: str) -> str:
         # A release that splits an option into several options appends to the option's name.
         near = [option for option in options if option.startswith(unknown)]
         near = near or difflib.get_close_matches(unknown, options, n=1, cutoff=0.8)
-        refusal += f"; this release has {', '.join(near)}" if near else ""
+        refusal += f"; similar in this release of SGLang: {', '.join(near)}" if near else ""
     return refusal
 
 
@@ -407,8 +409,8 @@ def _answer_query(arguments: list[str], gpu: Gpu, language_model: bool, top_k: i
     }
 
 
-_TRACED = "prefills run in piecewise graphs, whose traced layers offer no dead input"
-_TOO_SMALL = "the layer's input has only the rank's own tokens, too few for the gathered tokens of all ranks"
+_TRACED = "prefills run in piecewise CUDA graphs, in which layers do not offer their dead input"
+_TOO_SMALL = "the dead input has only the rank's own tokens, so it is too small for the gathered tokens of all ranks"
 
 
 def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: int, inner: int, hidden: int) -> None:

@@ -48,7 +48,7 @@ PARTS = {
     "attention": "q/kv latents of the attention inputs",
     "routing": "router logits, top-k ids and weights",
     "inputs": "quantized activations and their scales",
-    "released": "freed: attention's buffer of the previous decode",
+    "released": "attention's buffer of the previous decode, freed",
     "workspace": "temporary tensors of the MoE runner",
 }
 #: Name of the place (a step of the forward pass) at which a MoE runner works. ``PARTS`` are the parts of its memory.

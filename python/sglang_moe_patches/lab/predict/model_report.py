@@ -112,7 +112,7 @@ def derive_effects(
     return stock, patched
 
 
-NOT_BUILT = "not known: its layers could not be built"
+NOT_BUILT = "not known: the engine could not build the model's layers"
 
 
 def _start_row(name: str, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,12 +156,12 @@ def describe_fp4_weights(
     if server.format == UNKNOWN_FORMAT:
         return row | {"acts": None, "reason": NOT_BUILT}
     if server.format not in LAYOUT_RUNNERS:
-        return row | {"reason": f"the experts' weights are {server.format}"}
+        return row | {"reason": f"the experts' weights are {server.format}, not {' or '.join(LAYOUT_RUNNERS)}"}
     if server.runner is None:
-        return row | {"acts": None, "reason": "not known: the runner of the experts is not known"}
+        return row | {"acts": None, "reason": "not known: it depends on the MoE runner, which is not known"}
     if server.runner not in LAYOUT_RUNNERS[server.format]:
-        return row | {"reason": f"it does not lay out {server.format} experts for {server.runner}"}
-    does = ["lays out the experts with less memory"]
+        return row | {"reason": f"fp4-weights does not lay out {server.format} experts for the runner {server.runner}"}
+    does = ["lays out the experts' weights with less additional memory"]
     if stock and fit:
         kept, least = stock.loading - fit.loading, stock.least_memory - fit.least_memory
         if kept:
@@ -178,9 +178,8 @@ LAYOUT_RUNNERS = {
 """Runners for which the change fp4-weights changes the layout of the experts' weights. The key is the format of the
 weights."""
 
-WOULD_SIZE = "it would size this server"
-"""Last words of kv-sizing's row of the report, if kv-sizing is off. They say that kv-sizing would size the server's KV
-cache if it were on."""
+WOULD_SIZE = "kv-sizing would then set this server's KV cache size"
+"""End of the reason in kv-sizing's row of the report, if kv-sizing is off but would size the server's KV cache."""
 
 
 def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) -> dict[str, Any]:
@@ -194,16 +193,16 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
     reason = answer["skip_reason"] or (kept_fraction_reason(mode) if mode and given else "")
     if reason:
-        source = "the given --mem-fraction-static" if given else "the engine's fraction"
+        source = "the given --mem-fraction-static" if given else "the engine's --mem-fraction-static"
         return row | {"reason": f"{source} {'is used' if mode else 'would be used'} because {reason}"}
     if mode and not does_start:
         return row | {"reason": "the server does not start: there is no room for a KV cache"}
     if not mode:
-        turns_on = f"{KV_SIZING.name}={ALWAYS if given else 'auto'} turns it on"
-        would = "whether it would size this server is not known" if unknown else WOULD_SIZE
+        turns_on = f"{KV_SIZING.name}={ALWAYS if given else 'auto'} turns kv-sizing on"
+        would = "whether kv-sizing would then set the KV cache size is not known" if unknown else WOULD_SIZE
         return row | {"status": "not needed", "reason": f"{turns_on}; {would}"}
     if unknown:
-        return row | {"acts": None, "reason": f"not known: the engine did not compute its KV cache size ({unknown})"}
+        return row | {"acts": None, "reason": f"not known: the engine did not compute the KV cache size ({unknown})"}
     begins = ", beginning with the given --mem-fraction-static" if given else ""
     return row | {
         "acts": True,
@@ -227,44 +226,46 @@ def predict(
     """
     model = sizes.model
     if server.runner not in forward.RUNNERS:
-        why = f"the memory of runner {server.runner}" if server.runner else "the runner"
-        return None, [f"not predicted: {why}"]
+        why = f"there is no formula for the runner {server.runner}" if server.runner else "the runner is not known"
+        return None, [f"{NOT_PREDICTED}{why}"]
     if sizes.residual:
-        return None, [f"not predicted: {sizes.residual}"]
+        return None, [f"{NOT_PREDICTED}{sizes.residual}"]
     if server.quantization not in (None, *forward.SCALE_COLUMNS):
-        return None, [f"not predicted: the quantized inputs of {server.format}"]
+        return None, [f"{NOT_PREDICTED}there is no formula for the quantized inputs of {server.format}"]
     if server.layout.dp > 1:
-        return None, ["not predicted: data-parallel attention"]
+        return None, [f"{NOT_PREDICTED}there is no formula for data-parallel attention"]
     runner = forward.Runner(server.runner, server.quantization)
     if server.runner in runners.TRTLLM:
         key = server.quantization or server.format
         if key not in INPUT_BYTES:
-            return None, [f"not predicted: the memory of runner {server.runner} with {server.format}"]
+            return None, [f"{NOT_PREDICTED}there is no formula for the runner {server.runner} with {server.format}"]
         runner = replace(runner, input_bytes=INPUT_BYTES[key], copies_output=server.copies_output)
     flags = {"graphs": server.graphs, "float_logits": server.float_logits}
     try:
         predictions = [forward.predict(model, server.layout, runner, server.tokens, acting, **flags) for acting in acts]
     except ValueError as error:
-        return None, [f"not predicted: {error}"]
+        return None, [f"{NOT_PREDICTED}{error}"]
     unknown = []
     if server.runner in runners.TRTLLM:
-        unknown.append(f"{OWN_WORKSPACE} comes on top of the routed experts' sum")
+        unknown.append(f"{OWN_WORKSPACE}, which adds to the memory at the routed experts")
     if sizes.attention:
-        unknown.append(f"attention, which {sizes.attention}: the peak is {AT_LEAST}")
+        unknown.append(f"the memory of attention, which {sizes.attention}: the peak is {AT_LEAST}")
         for prediction in predictions:
             del prediction.elsewhere["attention"]
     if not model.family:
-        unknown.append(f"{UNMEASURED}: the formulas are those of the measured families")
+        unknown.append(f"the error of the prediction: {UNMEASURED}, and the formulas are those of measured families")
     if server.quantization == "rows":
-        unknown.append("experts with one scale for each row were not measured")
+        unknown.append("the error of the prediction: experts with one scale for each row were not measured")
     return (predictions[0], predictions[1]), unknown
 
 
-AT_LEAST = "at least what is shown"
+NOT_PREDICTED = "the memory of a prefill chunk is not predicted: "
+"""Beginning of a line that says why there is no prediction."""
+AT_LEAST = "at least the peak in the table"
 OWN_WORKSPACE = "the workspace of the vendor's kernel"
-UNMEASURED = "this family was not measured"
+UNMEASURED = "this model family was not measured"
 ALWAYS_UNKNOWN = (
-    "chunks behind a prefix, mixed batches, images, prompt log-probabilities, LoRA",
+    "the memory of chunks behind a cached prefix, mixed batches, images, prompt log-probabilities and LoRA",
     "memory that the allocator keeps in addition to tensors, graph pools, weights and KV cache",
 )
 """Descriptions of the memory that no prediction contains."""
@@ -288,7 +289,9 @@ def examine(model: str, arguments: list[str], gpu: str) -> dict[str, Any]:
     except ValueError as error:
         raise CannotAdvise(str(error)) from None
     if helps := {"-h", "--help", "--version"} & set(arguments):
-        raise CannotAdvise(f"{min(helps)} is the engine's: run `python -m sglang.launch_server {min(helps)}`")
+        raise CannotAdvise(
+            f"{min(helps)} is an option of the engine: run `python -m sglang.launch_server {min(helps)}`"
+        )
     if any(argument.split("=")[0] in ("--model", "--model-path") for argument in arguments):
         raise CannotAdvise("give --model before the `--`")
     if misspelt := describe_unread_variables(CHANGES):
@@ -403,7 +406,7 @@ def derive_report(sizes: ModelSizes, engine_answer: Mapping[str, Any], requests:
     if draft := engine_answer.get("missing_draft"):
         unknown.append(f"the draft model {draft}: its config.json was not found")
     if (fit := engine_answer.get("fit")) and fit["beside"]:
-        unknown.append(f"{fit['beside']}: its weights are not counted")
+        unknown.append(f"the weights of {fit['beside']}: the tables do not count them")
     if fit and fit["tokens"] is None and fit["unknown"]:
         unknown.append(f"KV tokens ({fit['unknown']})")
     server, model = _describe_server(sizes.model, engine_answer)
@@ -411,7 +414,7 @@ def derive_report(sizes: ModelSizes, engine_answer: Mapping[str, Any], requests:
     sizes = replace(sizes, model=model)
     decided = {answer["name"]: Decision(**answer["decision"]) for answer in answers if answer.get("decision")}
     if server.all_to_all:
-        predictions, why = None, [f"not predicted: all-to-all by {server.all_to_all}"]
+        predictions, why = None, [f"{NOT_PREDICTED}there is no formula for all-to-all by {server.all_to_all}"]
     else:
         acts = derive_effects(server, bool(model.shared_experts), decided)
         predictions, why = predict(sizes, server, acts)
@@ -419,8 +422,8 @@ def derive_report(sizes: ModelSizes, engine_answer: Mapping[str, Any], requests:
     if predictions and graphs and engine_answer.get("prefills_in_graphs", True) and server.tokens <= graphs[1]:
         kind, tokens = graphs
         why.append(
-            f"the memory of {kind} prefill graphs, which run prefills of up to {tokens:,} tokens: the peak is that of "
-            "an eager prefill"
+            f"the memory of {kind} prefill graphs, which run prefills of up to {tokens:,} tokens: the peak in the "
+            "table is that of an eager prefill"
         )
     sizing = engine_answer.get("kv_sizing")
     changes = {change.name: change for change in CHANGES}
@@ -511,11 +514,11 @@ def estimate_peak(sizes: ModelSizes, server: Server) -> int:
     :raises ValueError: there is no estimate. The message says why.
     """
     if server.all_to_all:
-        raise ValueError(f"all-to-all by {server.all_to_all} is not predicted")
+        raise ValueError(f"there is no formula for all-to-all by {server.all_to_all}")
     if server.runner is None:
-        raise ValueError("the runner of the experts is not known")
+        raise ValueError("the MoE runner is not known")
     if sizes.residual:
-        raise ValueError(f"{sizes.residual}: not predicted")
+        raise ValueError(sizes.residual)
     # A data-parallel rank runs attention on its own tokens alone, and runs the experts on the tokens of all ranks.
     layout, tokens = replace(server.layout, dp=1), server.tokens * server.layout.dp
     return forward.predict(
@@ -536,7 +539,7 @@ def _sizes_of_need(
     """
     resolved, sampling = engine_answer["resolved"], engine_answer.get("sampling")
     if not sampling:
-        raise ValueError("the layers could not be built")
+        raise ValueError("the engine could not build the model's layers")
     layout = server.layout
     backend = resolved.get("decode_attention_backend") or resolved.get("attention_backend")
     heads = model.heads * layout.dp // layout.tp

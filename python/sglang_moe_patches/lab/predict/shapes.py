@@ -107,7 +107,7 @@ class Model:
         sizes = {name: getattr(self, name) for name in ("moe_intermediate", "intermediate", "heads")}
         for name, size in sizes.items():
             if size % ranks:
-                raise ValueError(f"{self.source}: {name} {size} is not divisible by {ranks}")
+                raise ValueError(f"{self.source}: {name}={size} is not divisible by {ranks} ranks")
         shares = {name: size // ranks for name, size in sizes.items()}
         # If there are fewer key and value heads than ranks, several ranks have a copy of the same head.
         return replace(self, **shares, kv_heads=max(1, self.kv_heads // ranks))
@@ -118,9 +118,11 @@ class Model:
         :raises ValueError: the number of experts or the intermediate size is not divisible by the number of ranks.
         """
         sharing = layout.tp // layout.ep
-        if self.experts % layout.ep or self.moe_intermediate % sharing:
+        if self.experts % layout.ep:
+            raise ValueError(f"{self.source}: {self.experts} experts are not divisible by ep={layout.ep}")
+        if self.moe_intermediate % sharing:
             raise ValueError(
-                f"{self.source}: {self.experts} experts are not divisible by ep={layout.ep}, or their intermediate "
-                f"size {self.moe_intermediate} is not divisible by tp / ep = {sharing}"
+                f"{self.source}: the experts' intermediate size {self.moe_intermediate} is not divisible by "
+                f"tp / ep = {sharing}"
             )
         return Rank(self.experts // layout.ep, self.top_k, self.hidden, self.moe_intermediate // sharing)

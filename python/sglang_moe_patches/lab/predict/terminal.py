@@ -69,7 +69,9 @@ def show(report: Mapping[str, Any]) -> None:
         print_line(remark)
     for name in SERVERS if report["room"] else ():
         if report["room"][name]["need"] and report["room"][name]["highest_fraction"] is None:
-            print_line(f"No --mem-fraction-static leaves {name} enough room for weights, KV cache and need.")
+            print_line(
+                f"The {name} server has too little memory for weights, KV cache and need at any --mem-fraction-static."
+            )
     if values := list(list_settings(report)):
         print_line("To copy:")
         for value, words in values:
@@ -101,7 +103,7 @@ def describe_verdict(report: Mapping[str, Any]) -> str:
     and how much they need."""
     rooms = report["room"]
     if not rooms:
-        return "Whether it starts is not known: its layers could not be built"
+        return "Whether the server starts is not known: the engine could not build the model's layers"
     stock, patched = (_describe_start(report, name) for name in SERVERS)
     verdict = f"{stock[0].upper()}{stock[1:]}" if stock == patched else f"Stock {stock}. Patched {patched}"
     if all(rooms[name]["verdict"] == room.DOES_NOT_START for name in SERVERS):
@@ -115,7 +117,7 @@ def describe_verdict(report: Mapping[str, Any]) -> str:
 
     numbers = f"Room in addition to weights and KV cache: {both('free')}"
     if all(rooms[name]["need"] for name in SERVERS):
-        numbers += f"; need: about {both('need')}"
+        numbers += f"; need of forward passes and CUDA graphs: about {both('need')}"
     return f"{verdict}. {numbers}."
 
 
@@ -127,8 +129,8 @@ def describe_short_cache(report: Mapping[str, Any]) -> str:
     if not tokens or tokens >= fit["context"]:
         return ""
     return (
-        f"The KV cache has {tokens:,} tokens, fewer than the longest request ({fit['context']:,}); to lower this "
-        "limit, set --context-length"
+        f"The KV cache has {tokens:,} tokens, fewer than the longest request ({fit['context']:,} tokens); to allow "
+        "only shorter requests, set --context-length"
     )
 
 
@@ -147,33 +149,42 @@ def _describe_start(report: Mapping[str, Any], name: str) -> str:
     *others, last = (_name_place(report, name, place) for place in found["short_of"] or [room.MIXED_LOAD])
     places = f"{', in '.join(others)} and in {last}" if others else last
     if found["verdict"] == room.LITTLE_ROOM:
-        return f"starts, but little room: expect out-of-memory in {places}"
+        return f"starts, but with too little room: expect out-of-memory in {places}"
     source = "given" if fit["given"] else "engine's"
     weights = f"{format_gigabytes(fit['weights'])} GB of weights"
     if fit["loading"]:
-        weights += f" and about {format_gigabytes(fit['loading'])} GB left over after loading them"
+        weights += f" and about {format_gigabytes(fit['loading'])} GB still allocated after loading them"
     if not fit["loads"] and fit["layout"]:
         least, memory = format_gigabytes(fit["least_memory"]), format_gigabytes(fit["memory"])
         return (
-            f"does not start: it runs out of memory while loading, which takes about {least} GB at its peak, and "
-            f"{memory} GB are free on each GPU"
+            f"does not start: loading the weights takes about {least} GB at its peak, more than the {memory} GB that "
+            "are free on each GPU"
         )
     if found["short_of"]:
         room_left, graphs = format_gigabytes(found["free"]), format_gigabytes(found["need"]["graphs"])
         return (
-            f"does not start: the {source} --mem-fraction-static {fit['fraction']:.3f} leaves {room_left} GB in "
-            f"addition to weights and KV cache, and {places} takes about {graphs} GB"
+            f"does not start: {places} takes about {graphs} GB, but the {source} --mem-fraction-static "
+            f"{fit['fraction']:.3f} leaves only {room_left} GB in addition to weights and KV cache"
         )
     if fit["starts"]:
-        return f"does not start: beside {weights} there is no room for the need and a KV cache"
-    free = f"{format_gigabytes(fit['memory'])} GB are free on each GPU"
+        return (
+            f"does not start: {weights} leave too little memory for a KV cache and for the need of forward passes and "
+            "CUDA graphs"
+        )
     if (least := fit["least_fraction"]) is None:
-        return f"does not start: {weights}, and {free}"
+        memory = format_gigabytes(fit["memory"])
+        return f"does not start: {weights} are too much for {memory} GB of free memory on each GPU"
     allowed = format_gigabytes(fit["memory"] * fit["fraction"])
-    fraction = f"the {source} --mem-fraction-static {fit['fraction']:.3f} allows {allowed} GB"
+    fraction = f"the {source} --mem-fraction-static {fit['fraction']:.3f}"
     if least > fit["fraction"] or not fit["refusal"]:
-        return f"does not start: {weights}, and {fraction}; it takes at least {least:.2f}"
-    return f"does not start: {weights}, and {fraction}; the engine: {fit['refusal']}"
+        return (
+            f"does not start: {fraction} allows only {allowed} GB, too little for a KV cache in addition to {weights}; "
+            f"set at least {least:.2f}"
+        )
+    return (
+        f"does not start: {fraction} allows {allowed} GB for {weights} and for a KV cache, but the engine makes no KV "
+        f"cache. The engine's error: {fit['refusal']}"
+    )
 
 
 def _name_place(report: Mapping[str, Any], name: str, place: str) -> str:
@@ -203,7 +214,7 @@ def list_memory(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows = [row("free before the weights", stock["memory"], patched["memory"])]
     rows.append(row("weights", stock["weights"], patched["weights"]))
     if stock["loading"] or patched["loading"]:
-        rows.append(row("left over after loading, about", stock["loading"], patched["loading"]))
+        rows.append(row("still allocated after loading, about", stock["loading"], patched["loading"]))
     if stock["layout"] or patched["layout"]:
         rows.append(row("peak while loading, about", stock["least_memory"], patched["least_memory"]))
     rows.append(row("KV cache", stock["cache"], patched["cache"]))
@@ -238,17 +249,17 @@ def list_settings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         least = found["least_fraction"]
         yield (
             f"--mem-fraction-static {highest:.2f}",
-            f"{name}: the highest that leaves enough room{reaches}; the least that starts is {least:.2f}",
+            f"{name}: highest value that leaves enough room{reaches}; lowest value that lets {name} start: {least:.2f}",
         )
     sizing = next((change for change in report["changes"] if change["name"] == "kv-sizing"), None)
     if rooms and sizing and (tokens := rooms["patched"]["grown_tokens"]) and is_sizable(sizing):
         low, high = map(round_tokens, rooms["patched"]["grown_range"])
         value = ALWAYS if report["fit"]["given"] else "auto"
-        words = f"measures the need in each start: about {round_tokens(tokens)} KV tokens ({low} to {high})"
+        words = f"measures the need at each start: about {round_tokens(tokens)} KV tokens ({low} to {high})"
         yield f"{KV_SIZING.name}={value}", words
     for change in report["changes"]:
         for setting in dict.fromkeys(SETTING.findall(f"{change['does']} {change['reason']}")):
-            yield setting, f"{change['name']}: see the table"
+            yield setting, f"{change['name']}: the table of changes says what this setting does"
 
 
 def is_sizable(sizing: Mapping[str, Any]) -> bool:

@@ -276,10 +276,13 @@ def compare(
         raise ValueError(f"max_drop must be between 0 and 100, got {max_drop}")
     questions = [[(answer.question, answer.label) for answer in run.answers] for run in (stock, patched)]
     if questions[0] != questions[1]:
-        raise ValueError(
-            f"the runs did not answer the same questions: {stock.name} has {len(questions[0])}, {patched.name} "
-            f"{len(questions[1])}, or they differ in order or label"
+        counts = [len(asked) for asked in questions]
+        difference = (
+            f"{stock.name} has {counts[0]} questions, {patched.name} has {counts[1]}"
+            if counts[0] != counts[1]
+            else "the questions, their labels or their order differ"
         )
+        raise ValueError(f"the runs did not answer the same questions: {difference}")
     if not questions[0]:
         raise ValueError(
             "no question was answered, so nothing can be compared; check the number of questions and the servers' logs"

@@ -64,7 +64,9 @@ def count_questions(path: Path) -> int:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             good = False
         if not good:
-            raise ValueError(f'{path}:{number}: not a GSM8K line: {{"question": "...", "answer": "... #### NUMBER"}}')
+            raise ValueError(
+                f'{path}:{number}: this line does not have the form {{"question": "...", "answer": "... #### NUMBER"}}'
+            )
     return len(lines)
 
 
@@ -73,9 +75,10 @@ def check_questions(path: Path, count: int, shots: int) -> None:
 
     :raises ValueError: the file is missing or malformed, or it has fewer questions than ``count`` or ``shots``.
     """
-    available, needed = count_questions(path), max(count, shots)
-    if available < needed:
-        raise ValueError(f"{path}: has {available} questions, but --num-questions or --num-shots needs {needed}")
+    available = count_questions(path)
+    for option, needed in (("--num-questions", count), ("--num-shots", shots)):
+        if available < needed:
+            raise ValueError(f"{path} has {available} questions, but {option} needs {needed}")
 
 
 def evaluate(
@@ -114,7 +117,8 @@ def evaluate(
     finally:
         client.end()
     if client.exit_code() or not result.exists():
-        raise EvaluationFailed(f"the evaluation of {url} failed: {log_path.read_text(errors='replace')[-2000:]}")
+        log_end = log_path.read_text(errors="replace")[-2000:]
+        raise EvaluationFailed(f"the evaluation of {url} failed. The end of its log:\n{log_end}")
     outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return outcome
 

@@ -91,10 +91,10 @@ def default_questions(data_path: Path | None, criterion: Criterion) -> int:
     if needed <= available or criterion.require_identical:
         return min(needed, available)
     raise CannotRun(
-        f"--max-drop {criterion.max_drop:g} at --alpha {criterion.alpha:g} needs {needed:,} questions if the servers "
-        f"are equally good and only one of them is right on {100 * bound.CHURN:g} % of the questions, but only "
+        f"--max-drop {criterion.max_drop:g} at --alpha {criterion.alpha:g} needs {needed:,} questions, but only "
         f"{available:,} are available; allow a larger --max-drop, or ask all (--num-questions {available}) and risk an "
-        "inconclusive result"
+        "inconclusive result (assumed: the servers are equally good, and exactly one of them is right on "
+        f"{100 * bound.CHURN:g} % of the questions)"
     )
 
 
@@ -170,7 +170,7 @@ def run(
             if answers or isinstance(error, Exception):
                 kept = save_files({**answers, **logs_in(logs)}, output)
                 for name in answers:
-                    console.print(f"Kept: {kept / name}", highlight=False, soft_wrap=True)
+                    console.print(f"Answers kept in {kept / name}", highlight=False, soft_wrap=True)
             raise
         save_files(logs_in(logs), output)
     return comparison
@@ -189,8 +189,8 @@ def _announcement(evaluation: Evaluation, criterion: Criterion) -> str:
     churn = bound.CHURN / 2
     chance = bound.pass_probability(evaluation.questions, criterion.max_drop / 100, criterion.alpha, churn, churn)
     return (
-        f"{questions}. If the servers are equally good and only one of them is right on {100 * bound.CHURN:g} % of the "
-        f"questions, {100 * chance:.0f} of 100 such runs show that the patched server is no worse by more than "
+        f"{questions}. If the servers are equally good and exactly one of them is right on {100 * bound.CHURN:g} % of "
+        f"the questions, {100 * chance:.0f} of 100 such runs show that the patched server is no worse by more than "
         f"{report.format_points(criterion.max_drop)}."
     )
 
@@ -269,9 +269,9 @@ class _Evaluator:
                     if events.collect(records) is None:
                         raise CannotRun(
                             f"the {name} server did not load this package's plugin, so a comparison would show "
-                            "nothing. Is sglang-moe-patches installed in the server's environment? "
-                            f"If SGLANG_PLUGINS is set, it must contain {PLUGIN_NAME}. "
-                            f"(Now: {environment.get('SGLANG_PLUGINS', '')!r}.) "
+                            "nothing. Check that sglang-moe-patches is installed in the server's environment. If "
+                            f"SGLANG_PLUGINS is set, it must contain {PLUGIN_NAME}; its value is "
+                            f"{environment.get('SGLANG_PLUGINS', '')!r}. "
                             f"{server.log_tail()}"
                         )
                     ready = f"{name}: ready after {server.startup_s:.0f} s"
@@ -308,7 +308,7 @@ class _Evaluator:
                     left = seconds / answered * (self.evaluation.questions - answered)
                     line += f", about {format_duration(left)} left"
                     if name == STOCK:
-                        line += f"; then patched, about {format_duration(seconds + left)}"
+                        line += f"; then the patched server, about {format_duration(seconds + left)}"
                 update(seconds, line)
 
             outcome = gsm8k.evaluate(url, client, self.evaluation, work, watch)
@@ -347,5 +347,5 @@ def _engine_release(url: str) -> str:
     try:
         info = httpx.get(f"{url}/get_server_info", timeout=30).raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
-        raise CannotRun(f"{url}: no SGLang server answers there: {error}") from None
+        raise CannotRun(f"no SGLang server answers at {url}: {error}") from None
     return str(info.get("version", "unknown"))

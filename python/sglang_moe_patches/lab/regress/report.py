@@ -73,7 +73,7 @@ def _accuracy_interval(run: Run) -> tuple[float, float]:
 
 def _format_largest_drop(comparison: Comparison) -> str:
     if not comparison.accuracy_can_tell:
-        return f"not known ({comparison.stock.correct} of {comparison.questions} right)"
+        return f"not known (stock is right on only {comparison.stock.correct} of {comparison.questions})"
     return f"{comparison.largest_drop:.1f} points (one-sided {100 * (1 - comparison.alpha):g} % interval)"
 
 
@@ -112,8 +112,8 @@ def explain_inconclusive(comparison: Comparison) -> str:
         change = f"ask at least {fewest} (--num-questions)"
     else:
         why = (
-            f"{comparison.losses} lost and {comparison.gains} gained of {_format_count(count, 'question')} are "
-            f"compatible with a drop of {comparison.largest_drop:.1f} points, more than --max-drop {most:g}"
+            f"{comparison.losses} lost and {comparison.gains} gained of {_format_count(count, 'question')} do not "
+            f"rule out a drop of {comparison.largest_drop:.1f} points, more than --max-drop {most:g}"
         )
         needed = comparison.questions_needed
         if needed is None:
@@ -198,12 +198,10 @@ def list_overview(comparison: Comparison) -> list[tuple[str, str]]:
     saved = f"{NOT_MEASURED}, or no saving"
     if found := _find_saving(comparison):
         saved = f"{_format_bytes(found.stock)} stock, {_format_bytes(found.patched)} patched, {found.moment}"
-    differing = len(comparison.differing)
-    answers = (
-        f"{_format_count(comparison.questions, 'question')}, {f'{differing} differ' if differing else 'all identical'}"
-    )
+    differing = f"answers to {len(comparison.differing)} differ" if comparison.differing else "all answers identical"
+    answers = f"{_format_count(comparison.questions, 'question')}, {differing}"
     return [
-        ("Model", model or f"the model of {stock.command[0]} and {patched.command[0]}"),
+        ("Model", model or f"the model that {stock.command[0]} and {patched.command[0]} serve"),
         ("Machine", f"{machine}; SGLang {releases}"),
         ("Memory", saved),
         ("Answers", f"{answers}; right: {stock.correct} stock, {patched.correct} patched"),
@@ -273,13 +271,15 @@ def list_notes(comparison: Comparison) -> list[str]:
     """Return sentences about the meaning and the limits of the figures, and about tests that were not run."""
     drop, level = comparison.detectable_drop, 100 * (1 - comparison.alpha)
     lines = [
-        "Both servers answered the same questions at temperature 0. McNemar's test uses only the questions that one "
-        "server answers correctly and the other does not. The patched server is worse if it has fewer correct answers "
+        "Both servers answered the same questions at temperature 0. A question is lost if only the stock server "
+        "answers it correctly, and gained if only the patched server does. McNemar's test uses only the lost and the "
+        "gained questions. The patched server is worse if it has fewer correct answers "
         f"and the exact one-sided p-value is below {comparison.alpha:g}"
         + (", or if any answer differs." if comparison.require_identical else "."),
         f"The patched server is no worse by more than {format_points(comparison.max_drop)} if the one-sided "
-        f"{level:g} % confidence interval of the drop in accuracy ends below that. The interval inverts an exact "
-        "unconditional test by the score statistic. A smaller drop goes unseen, and so does a drop on other questions.",
+        f"{level:g} % confidence interval of the drop in accuracy ends below this value. The interval inverts "
+        "an exact unconditional test by the score statistic. The run does not show a smaller drop, nor a drop on other "
+        "questions than these.",
     ]
     if not comparison.accuracy_can_tell:
         lines.append(
@@ -295,7 +295,7 @@ def list_notes(comparison: Comparison) -> list[str]:
     lines.append(
         "Throughput is tokens divided by the seconds of the whole evaluation, client included, in one run of each "
         "server. The stock server runs first and compiles kernels that the patched server then finds in caches. The "
-        "figures show a server that became much slower. They are no benchmark."
+        "figures are no benchmark: they would only show that the patched server is much slower."
     )
     measured = [run.memory for run in (comparison.stock, comparison.patched) if run.memory is not None]
     devices = {memory.device for memory in measured}
@@ -303,8 +303,9 @@ def list_notes(comparison: Comparison) -> list[str]:
         lines.append("Memory was not measured: the servers were already running, or no forward pass was observed.")
     if any(memory.peak_forward_bytes is not None for memory in measured):
         lines.append(
-            "Peak memory of one forward pass: memory that the forward pass with the most tokens allocates beside the "
-            "memory allocated before it. The memory of CUDA graphs was allocated before."
+            "Peak memory of one forward pass: memory that the forward pass with the most tokens allocates in addition "
+            "to the memory that was allocated before it. The memory of CUDA graphs is not included, because it was "
+            "allocated earlier."
         )
     if saved_kv_tokens(comparison):
         lines.append(
@@ -329,15 +330,18 @@ def list_notes(comparison: Comparison) -> list[str]:
         )
     if any(act.captured for act in comparison.patched.acted.acts):
         lines.append(
-            "Python counts what the changes did. A CUDA graph runs Python when it is captured, not when it is replayed."
+            "Python code counts what the changes did. This code runs when a CUDA graph is captured, but not when the "
+            "graph is replayed, so replays are not counted."
         )
     lines += _incomplete(comparison)
     if "cpu" in devices:
         lines.append(
-            "Not run: no GPU was used. Plain PyTorch replaced FlashInfer's NVFP4 kernels, so the speed says nothing "
-            "about a GPU. CUDA graphs, GPU kernels and the GPU's peak memory were not tested."
+            "Not tested: CUDA graphs, GPU kernels and the GPU's peak memory, because no GPU was used. Plain PyTorch "
+            "replaced FlashInfer's NVFP4 kernels, so the speed says nothing about a GPU."
         )
-    lines.append("Not run: any other model, flag, number of GPUs or request mix than those of the two commands below.")
+    lines.append(
+        "Not tested: any model, flag, number of GPUs or request mix other than those of the two commands below."
+    )
     return lines
 
 

@@ -47,9 +47,9 @@ def wait_until_free(before: dict[str, int], while_waiting: Callable[[], None]) -
         if time.monotonic() > deadline:
             name = short[0]
             raise MemoryInUse(
-                f"{name} has {now[name]:,} MiB in use, {before[name]:,} before the stock server. The stock server has "
-                "ended, so another process uses the memory. The patched server was not started; find the process with "
-                "nvidia-smi, end it, and run this command again"
+                f"{name} has {now[name]:,} MiB in use. Before the stock server started, it had {before[name]:,} MiB in "
+                "use. The stock server has ended, so another process uses the memory. The patched server was not "
+                "started; find the process with nvidia-smi, end it, and run this command again"
             )
         while_waiting()
         time.sleep(0.25)

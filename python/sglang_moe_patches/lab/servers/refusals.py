@@ -36,10 +36,16 @@ class Refusal:
 
 
 SERVE_YOURSELF = "start both servers yourself and give --baseline-url and --patched-url"
-_OWN = Refusal("regress sets it", "give --model and --port before the `--`; the servers listen on 127.0.0.1", ours=True)
-_HTTP = Refusal("regress uses plain HTTP on 127.0.0.1", "leave it out: it does not change the answers")
-_KEY = Refusal("regress sends no key", "leave it out: the servers listen only on 127.0.0.1 and only for this run")
-_NO_ANSWERS = Refusal("regress compares generated answers, and this server generates none", "serve a model that does")
+_OWN = Refusal(
+    "regress sets this argument", "give --model and --port before the `--`; the servers listen on 127.0.0.1", ours=True
+)
+_HTTP = Refusal("regress uses plain HTTP on 127.0.0.1", "leave the argument out: it does not change the answers")
+_KEY = Refusal(
+    "regress sends no key", "leave the argument out: the servers listen only on 127.0.0.1 and only for this run"
+)
+_NO_ANSWERS = Refusal(
+    "regress compares generated answers, and this server generates none", "serve a model that generates text"
+)
 _ELSEWHERE = "regress starts and ends processes only on this machine"
 REFUSED_ARGUMENTS: dict[str, Refusal] = {
     **dict.fromkeys(("--host", "--port", "--model", "--model-path"), _OWN),
@@ -52,13 +58,14 @@ REFUSED_ARGUMENTS: dict[str, Refusal] = {
     "--nnodes": Refusal(_ELSEWHERE, SERVE_YOURSELF, lambda n: n != "1"),
     "--use-ray": Refusal(_ELSEWHERE, SERVE_YOURSELF),
     "--disaggregation-mode": Refusal(
-        "a prefill or decode server answers nothing without its counterpart",
-        f"put a router in front of each pair, {SERVE_YOURSELF}",
+        "a prefill server or a decode server alone answers no request",
+        "start a stock pair and a patched pair yourself, each with a router in front, and give the routers' URLs as "
+        "--baseline-url and --patched-url",
         lambda mode: mode != "null",
     ),
     "--checkpoint-engine-wait-weights-before-ready": Refusal("regress sends no weights", SERVE_YOURSELF),
-    "--delete-ckpt-after-loading": Refusal("the patched server needs the checkpoint, too", "leave it out"),
-    "--skip-tokenizer-init": Refusal("the questions are text, not token ids", "leave it out"),
+    "--delete-ckpt-after-loading": Refusal("the patched server needs the checkpoint, too", "leave the argument out"),
+    "--skip-tokenizer-init": Refusal("the questions are text, not token ids", "leave the argument out"),
 }
 """Server arguments that ``regress`` rejects. The key is the argument's name."""
 
@@ -143,7 +150,7 @@ def check_address(option: str, url: str) -> None:
     except ValueError:
         good = False
     if not good:
-        raise ValueError(f"{option} {url}: write it as http://HOST:PORT")
+        raise ValueError(f"{option} {url} is not the address of a server: write http://HOST:PORT")
 
 
 def check_output(folder: Path) -> None:

@@ -276,9 +276,9 @@ def test_the_server_goes_on_after_an_error_in_any_step_of_observing(process, mon
     for _ in range(3):
         found = process.forward()
     assert len(ran) == 3
-    assert caplog.text.count("observing failed: AttributeError: not here any more") == 1
+    assert caplog.text.count("observing the server failed: AttributeError: not here any more") == 1
     if step != "write":
-        assert found.failure == "observing failed: AttributeError: not here any more"
+        assert found.failure == "observing the server failed: AttributeError: not here any more"
     assert found.changes == (APPLIED,)
 
 

@@ -121,7 +121,7 @@ def test_the_first_layers_without_experts_are_counted(keys, dense):
     "key", ["hc_mult", "zero_expert_num", "moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size"]
 )
 def test_unsupported_layers_are_named_by_their_key(key):
-    assert config.read_sizes(PLAIN | {key: 64}, "this").residual.endswith(f"({key})")
+    assert config.read_sizes(PLAIN | {key: 64}, "this").residual.endswith(f"({key} in config.json)")
 
 
 def without(*names):
@@ -133,15 +133,21 @@ def without(*names):
     [
         pytest.param(
             without("num_experts") | {"ffn_config": {"moe_num_experts": 16}},
-            "in none of n_routed_experts, .*; not understood: ffn_config.moe_num_experts$",
+            "none of the keys n_routed_experts, .*; "
+            "keys about experts that doctor does not know: ffn_config.moe_num_experts$",
             id="the experts of a section",
         ),
         pytest.param(
             without("num_experts_per_tok") | {"experts_chosen": 2},
-            "no num_experts_per_tok, nor .*; not understood: experts_chosen$",
+            "under the key num_experts_per_tok, nor under .*; "
+            "keys about experts that doctor does not know: experts_chosen$",
             id="another name for top-k",
         ),
-        pytest.param(PLAIN | {"num_experts": 1}, "has no routed experts: config.json has 1 of them", id="one expert"),
+        pytest.param(
+            PLAIN | {"num_experts": 1},
+            "has no routed experts: the number of experts in config.json is 1",
+            id="one expert",
+        ),
     ],
 )
 def test_unknown_expert_keys_are_named_in_the_error(content, reason):
@@ -161,7 +167,10 @@ def test_a_folder_and_its_config_json_give_the_same_path(tmp_path):
         ("{folder}", "has no config.json"),
         ("{folder}/none", "neither a folder"),
         ("nobody", "neither a folder"),
-        ("nobody/nothing-of-this-name", "is not in the local cache; `hf download nobody/nothing-of-this-name config"),
+        (
+            "nobody/nothing-of-this-name",
+            "is not in the local cache; to download it, run `hf download nobody/nothing-of-this-name config",
+        ),
     ],
     ids=["empty folder", "no folder", "no name", "not cached"],
 )
@@ -178,7 +187,10 @@ def test_a_missing_config_json_is_reported_in_one_line(model, message, tmp_path)
         ("{", "cannot be read"),
         ("[]", "contains no JSON object"),
         (json.dumps({"hidden_size": 64}), "has no routed experts"),
-        (json.dumps({"num_experts": 8, "num_attention_heads": 4}), "config.json has no hidden_size"),
+        (
+            json.dumps({"num_experts": 8, "num_attention_heads": 4}),
+            "config.json has no number under the key hidden_size",
+        ),
     ],
     ids=["no JSON", "no object", "dense", "a size missing"],
 )

@@ -167,10 +167,10 @@ def test_marlins_workspace_is_predicted_without_and_with_column_slices():
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"layer": LAYER | {"runner": "deep_gemm"}}, "not predicted: the memory of runner deep_gemm"),
-        ({"layer": None}, "not predicted: the runner"),
-        ({"layer": LAYER | {"method": "SomethingNew"}}, "not predicted: the quantized inputs of SomethingNew"),
-        ({"moe_a2a_backend": "deepep"}, "not predicted: all-to-all by deepep"),
+        ({"layer": LAYER | {"runner": "deep_gemm"}}, "not predicted: there is no formula for the runner deep_gemm"),
+        ({"layer": None}, "not predicted: the runner is not known"),
+        ({"layer": LAYER | {"method": "SomethingNew"}}, "no formula for the quantized inputs of SomethingNew"),
+        ({"moe_a2a_backend": "deepep"}, "not predicted: there is no formula for all-to-all by deepep"),
         ({"tp_size": 3}, "is not divisible by 3"),
     ],
     ids=["runner", "no layer", "format", "all-to-all", "ranks"],
@@ -186,7 +186,8 @@ def test_memory_without_a_formula_is_reported_as_not_predicted(facts, reason):
 )
 def test_data_parallel_attention_is_not_predicted(ranks):
     assert advise(**ranks)["server"]["layout"]["dp"] == 4
-    assert "not predicted: data-parallel attention" in advise(**ranks)["unknown"]
+    reason = "there is no formula for data-parallel attention"
+    assert f"{model_report.NOT_PREDICTED}{reason}" in advise(**ranks)["unknown"]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_a_missing_draft_model_is_replaced_and_named(tmp_path):
     ("error", "message"),
     [
         (engine_query.Refused("tp_size must divide"), "the engine refuses this server: tp_size must divide"),
-        (engine_query.CannotAsk("no driver"), "the engine cannot be asked without a GPU: no driver"),
+        (engine_query.CannotAsk("no driver"), "the engine could not examine this server without a GPU: no driver"),
         (model_report.CannotAdvise("is it this?"), "is it this?"),
         (config.NoConfig("a/b has no config.json"), "a/b has no config.json"),
     ],
@@ -337,17 +338,21 @@ def test_a_changes_status_in_the_report_equals_its_status_in_the_log(monkeypatch
         ({"mode": "auto"}, True, "measures the need of forward passes"),
         ({"mode": "auto", "given": True}, False, "the given --mem-fraction-static is used because it"),
         ({"mode": "always", "given": True}, True, "beginning with the given --mem-fraction-static"),
-        ({"mode": ""}, False, "=auto turns it on; it would size this server"),
-        ({"mode": "", "given": True}, False, "=always turns it on; it would size this server"),
+        ({"mode": ""}, False, "=auto turns kv-sizing on; kv-sizing would then set"),
+        ({"mode": "", "given": True}, False, "=always turns kv-sizing on; kv-sizing would then set"),
         ({"mode": "", "skip_reason": "of --enable-eplb"}, False, "would be used because of --enable-eplb"),
         ({"mode": "auto", "skip_reason": "of --enable-lora"}, False, "is used because of --enable-lora"),
         (
             *({"mode": "auto", "given": True, "skip_reason": "of --moe-a2a-backend"}, False),
             "the given --mem-fraction-static is used because of --moe-a2a-backend",
         ),
-        ({"mode": "auto", "unknown": "KeyError: a"}, None, "not known: the engine did not compute its KV cache size"),
+        ({"mode": "auto", "unknown": "KeyError: a"}, None, "not known: the engine did not compute the KV cache size"),
         ({"mode": "auto", "unknown": "KeyError: a", "given": True}, False, "is used because it was given"),
-        ({"mode": "", "unknown": "KeyError: a"}, False, "whether it would size this server is not known"),
+        (
+            {"mode": "", "unknown": "KeyError: a"},
+            False,
+            "whether kv-sizing would then set the KV cache size is not known",
+        ),
     ],
 )
 def test_kv_sizings_row_shows_the_servers_own_decision(answer, acts, words) -> None:

@@ -37,30 +37,45 @@ ROOM = Room(FIT, NEED, decodes=room.Decodes(1000, 256, 512, 256))
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({}, "Starts. Room in addition to weights and KV cache: 15.0 GB; need: about 8.0 GB."),
+        (
+            {},
+            "Starts. Room in addition to weights and KV cache: 15.0 GB; need of forward passes and CUDA graphs: "
+            "about 8.0 GB.",
+        ),
         (
             {"given": True, "fraction": 0.97},
-            "Starts, but little room: expect out-of-memory in a prefill of 16,384 tokens and in a decode of 256 "
-            "requests with penalties. Room in addition to weights and KV cache: 4.5 GB; need: about 8.0 GB.",
+            "Starts, but with too little room: expect out-of-memory in a prefill of 16,384 tokens and in a decode of "
+            "256 requests with penalties. Room in addition to weights and KV cache: 4.5 GB; need of forward passes and "
+            "CUDA graphs: about 8.0 GB.",
         ),
         (
             {"given": True, "fraction": 0.99},
-            "Does not start: the given --mem-fraction-static 0.990 leaves 1.5 GB in addition to weights and KV cache, "
-            "and the capture of CUDA graphs takes about 2.0 GB.",
+            "Does not start: the capture of CUDA graphs takes about 2.0 GB, but the given --mem-fraction-static 0.990 "
+            "leaves only 1.5 GB in addition to weights and KV cache.",
         ),
         (
             {"given": True, "fraction": 0.5, "tokens": None},
-            "Does not start: 90.0 GB of weights, and the given --mem-fraction-static 0.500 allows 75.0 GB; it takes at "
-            "least 0.60.",
+            "Does not start: the given --mem-fraction-static 0.500 allows only 75.0 GB, too little for a KV "
+            "cache in addition to 90.0 GB of weights; set at least 0.60.",
         ),
-        ({"weights": 150 * GB + 1}, "Does not start: 150.0 GB of weights, and 150.0 GB are free on each GPU."),
-        ({"loading": 45 * GB}, "90.0 GB of weights and about 45.0 GB left over after loading them, and the engine's "),
+        (
+            {"weights": 150 * GB + 1},
+            "Does not start: 150.0 GB of weights are too much for 150.0 GB of free memory on each GPU.",
+        ),
+        (
+            {"loading": 45 * GB},
+            "in addition to 90.0 GB of weights and about 45.0 GB still allocated after loading them; set",
+        ),
         (
             {"loading": 10 * GB, "layout": 51 * GB},
-            "Does not start: it runs out of memory while loading, which takes about 151.0 GB at its peak, and 150.0 GB "
-            "are free on each GPU.",
+            "Does not start: loading the weights takes about 151.0 GB at its peak, more than the 150.0 GB that are "
+            "free on each GPU.",
         ),
-        ({"refusal": "No room for states"}, "allows 135.0 GB; the engine: No room for states."),
+        (
+            {"refusal": "No room for states"},
+            "allows 135.0 GB for 90.0 GB of weights and for a KV cache, but the engine makes no KV cache. The engine's "
+            "error: No room for states.",
+        ),
     ],
 )
 def test_the_first_line_compares_room_and_need(facts: dict[str, Any], text: str) -> None:
@@ -73,22 +88,23 @@ def test_the_first_line_names_stock_first_if_the_verdicts_differ() -> None:
     tight = replace(FIT, fraction=0.96)
     patched = Room(tight, replace(NEED, forwards=NEED.forwards | {room.PREFILL: GB}, held=0), decodes=ROOM.decodes)
     assert terminal.describe_verdict(report_of(replace(ROOM, fit=tight), patched)) == (
-        "Stock starts, but little room: expect out-of-memory in a prefill of 16,384 tokens. Patched starts. Room "
-        "in addition to weights and KV cache: 6.0 GB; need: about 8.0 GB stock, 5.0 GB patched."
+        "Stock starts, but with too little room: expect out-of-memory in a prefill of 16,384 tokens. Patched starts. "
+        "Room in addition to weights and KV cache: 6.0 GB; need of forward passes and CUDA graphs: about 8.0 GB stock, "
+        "5.0 GB patched."
     )
 
 
 def test_the_first_line_says_that_the_need_is_not_known() -> None:
-    line = terminal.describe_verdict(report_of(Room(FIT, unknown="all-to-all by deepep is not predicted")))
+    line = terminal.describe_verdict(report_of(Room(FIT, unknown="there is no formula for all-to-all by deepep")))
     assert line.startswith(
-        "Starts; whether enough memory stays free is not known (all-to-all by deepep is not predicted)."
+        "Starts; whether enough memory stays free is not known (there is no formula for all-to-all by deepep)."
     )
-    assert "need:" not in line
+    assert "need of" not in line
 
 
 def test_a_kv_cache_smaller_than_the_longest_request_is_reported() -> None:
     short = terminal.describe_short_cache(report_of(replace(ROOM, fit=replace(FIT, tokens=99_999))))
-    assert "has 99,999 tokens, fewer than the longest request (100,000); to lower this limit" in short
+    assert "has 99,999 tokens, fewer than the longest request (100,000 tokens); to allow only shorter requests" in short
     assert terminal.describe_short_cache(report_of(ROOM)) == ""
 
 
@@ -108,7 +124,9 @@ def test_settings_and_names_are_never_truncated(columns: int, capsys, monkeypatc
     report["changes"] = [
         row | {"reason": "it costs more; SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB=3072 cuts them all the same: 1 MB"}
     ]
-    report["changes"].append(row | {"name": "kv-sizing", "reason": f"X=auto turns it on; {model_report.WOULD_SIZE}"})
+    report["changes"].append(
+        row | {"name": "kv-sizing", "reason": f"X=auto turns kv-sizing on; {model_report.WOULD_SIZE}"}
+    )
     terminal.show(report)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     for value in (
@@ -123,7 +141,7 @@ def test_settings_and_names_are_never_truncated(columns: int, capsys, monkeypatc
 def test_no_fraction_is_advised_if_none_leaves_enough_room(capsys) -> None:
     terminal.show(report_of(replace(ROOM, fit=replace(FIT, weights=141 * GB, fraction=0.95))))
     printed = capsys.readouterr().out
-    assert "No --mem-fraction-static leaves stock enough room" in printed
+    assert "The stock server has too little memory for weights, KV cache and need" in printed
     assert "--mem-fraction-static 0" not in printed.partition("To copy")[2]
 
 

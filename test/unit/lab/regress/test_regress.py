@@ -166,9 +166,9 @@ def test_a_run_ends_with_a_report_and_leaves_nothing_else(regression, monkeypatc
     # The command first prints what the run can show, and then, while it runs, the remaining time.
     announcement = "100 questions to each server, one server after the other. If the servers are equally good"
     assert shown.index(announcement) < shown.index("stock: ready after")
-    assert re.search("stock: 100 of 100 answered, about 0 s left; then patched, about [0-9]+ s", shown)
+    assert re.search("stock: 100 of 100 answered, about 0 s left; then the patched server, about [0-9]+ s", shown)
     assert "patched: 100 of 100 answered, about 0 s left" in shown
-    assert "left; then patched" not in shown.partition("patched: ")[2]
+    assert "left; then the patched" not in shown.partition("patched: ")[2]
     assert regression.has_event("asked-to-end-stock")
     assert regression.has_event("asked-to-end-patched")
     regression.check_nothing_left(servers=2)
@@ -364,7 +364,7 @@ def test_answers_are_kept_if_the_report_cannot_be_written(regression, monkeypatc
     assert "No space left on device" in error
     assert "All 100 answers are identical" in shown
     for name in ("stock", "patched"):
-        assert f"Kept: {regression.output / name}.json" in shown
+        assert f"Answers kept in {regression.output / name}.json" in shown
         assert len(json.loads((regression.output / f"{name}.json").read_text())["answers"]) == QUESTIONS
 
 
@@ -417,7 +417,10 @@ def test_the_patched_server_waits_until_the_gpus_memory_is_free(used_memory_file
 def test_gpu_memory_that_stays_in_use_makes_the_run_inconclusive(regression, used_memory_file, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "TIMEOUT_S", 0.5)
     assert regression.run_in_process(monkeypatch, "holds memory") == 2
-    assert "GPU 0 (NVIDIA H200) has 40,000 MiB in use, 300 before the stock server" in capsys.readouterr().err
+    assert (
+        "GPU 0 (NVIDIA H200) has 40,000 MiB in use. Before the stock server started, it had 300 MiB"
+        in capsys.readouterr().err
+    )
     assert not regression.has_event("started-patched")
     assert (regression.output / "stock.json").exists()
 

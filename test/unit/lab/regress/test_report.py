@@ -134,7 +134,7 @@ def test_a_run_that_cannot_show_a_drop_says_so_and_what_to_change():
     table = render_table(compare_too_few_right())
     assert "INCONCLUSIVE: this run could not have detected a drop." in table
     assert "no worse" not in table
-    assert "not known (4 of 20 right)" in find_line(table, "Upper bound of the drop")
+    assert "not known (stock is right on only 4 of 20)" in find_line(table, "Upper bound of the drop")
     assert report.explain_inconclusive(compare_too_few_right()) == (
         "the stock server answers only 4 of 20 questions correctly, too few to show a drop of more than 3 points at "
         "--alpha 0.05; ask more questions (--num-questions), or use a model that can answer them, or require identical "
@@ -161,7 +161,7 @@ def test_an_inconclusive_run_says_how_many_questions_are_needed():
     comparison = compare_with_losses(5, 4)
     assert report.make_headline(comparison) == "INCONCLUSIVE: patched may be worse than stock by more than 3 points"
     reason = report.explain_inconclusive(comparison)
-    assert reason.startswith("5 lost and 4 gained of 200 questions are compatible with a drop of 3.")
+    assert reason.startswith("5 lost and 4 gained of 200 questions do not rule out a drop of 3.")
     questions = comparison.questions_needed
     advice = f"more than --max-drop 3; ask about {questions} questions (--num-questions): with such results 80"
     assert advice in reason
@@ -225,7 +225,7 @@ def test_headline_and_overview_state_what_was_compared_and_the_result(comparison
     assert list(overview) == ["Model", "Machine", "Memory", "Answers"]
     assert (overview["Model"], overview["Memory"]) == ("a b", memory)
     assert "SGLang 0.5.12.post1" in overview["Machine"]
-    assert overview["Answers"].startswith("20 questions, all identical; right: ")
+    assert overview["Answers"].startswith("20 questions, all answers identical; right: ")
     page = Page(report.render_html(comparison))
     assert page.text.index(headline) < page.text.index(overview["Answers"]) < page.text.index("At a glance")
 
@@ -295,8 +295,8 @@ def test_saved_memory_is_shown_in_tokens_of_kv_cache():
 
 
 def test_a_failed_observer_is_reported():
-    comparison = compare_identical_answers(not_observed="observing failed: KeyError: 'output'")
-    sentence = "The stock server's figures are incomplete: observing failed: KeyError: 'output'."
+    comparison = compare_identical_answers(not_observed="observing the server failed: KeyError: 'output'")
+    sentence = "The stock server's figures are incomplete: observing the server failed: KeyError: 'output'."
     assert sentence in " ".join(render_table(comparison).split())
     assert sentence in report.list_notes(comparison)
 
