@@ -475,9 +475,13 @@ def test_a_function_of_another_plugin_is_left_alone(module, monkeypatch, owner, 
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (".view(-1, topk, K)", ".view(-1, topk, K); print(intermediate_cache3)", "another use for intermediate_cache3"),
-        ("intermediate_cache3.view(-1, K)", "intermediate_cache3.t()", "another use for intermediate_cache3"),
-        ("    scalar_type1 =", "    torch = None\n    scalar_type1 =", "uses torch otherwise than as"),
+        (
+            ".view(-1, topk, K)",
+            ".view(-1, topk, K); print(intermediate_cache3)",
+            "uses intermediate_cache3 in an unexpected way",
+        ),
+        ("intermediate_cache3.view(-1, K)", "intermediate_cache3.t()", "uses intermediate_cache3 in an unexpected way"),
+        ("    scalar_type1 =", "    torch = None\n    scalar_type1 =", "does not use torch only as a global"),
         (
             "intermediate_cache2 = torch.empty",
             "intermediate_cache2 = torch.empty((M,), device=hidden_states.device)\n    "

@@ -300,7 +300,7 @@ NEWER = {
     "apply: use(getattr(layer, '{0}'), getattr(layer, '{1}', None))": "reads all of its scales",
     "apply: helper(layer)": "reads all of its scales",
     "apply: self.kept = layer": "may keep its layer",
-    "apply: layer.named_parameters()": "calls named_parameters of its layer",
+    "apply: layer.named_parameters()": "uses its layer's method or property named_parameters",
     "apply: layer._parameters['{0}']": "reads its layer's _parameters",
     "apply: getattr(layer, name())": "by computed names",
     "apply: [f(layer) for f in self.hooks]": "passes its layer to f",

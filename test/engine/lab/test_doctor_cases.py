@@ -696,7 +696,7 @@ CASES = {
     "the engine sizes by itself": Case(
         public("Qwen/Qwen3-30B-A3B-FP8"),
         "--tp 1",
-        is_not_sized_because("the engine sizes its KV cache after its graphs by itself"),
+        is_not_sized_because("the engine itself sizes its KV cache after it captured its CUDA graphs"),
         since="0.5.17",
         env=POST_CAPTURE,
     ),

@@ -952,5 +952,5 @@ def test_machines_grow_together_and_do_not_wait_for_a_machine_that_takes_no_part
         assert told[1] == ""
         return
     assert told[int(without)] == ""
-    why = "of --nnodes: within 15 s not all machines were ready to size the KV cache together"
+    why = "of --nnodes: not all machines were ready to size the KV cache together within 15 s"
     assert without == "0" or why in told[0]

@@ -296,7 +296,7 @@ def require_last_use(process: Any, swizzle: str) -> None:
     engine.require(isinstance(definition, ast.FunctionDef), f"{process.__name__} is no plain function")
     statements = definition.body  # type: ignore[attr-defined]
     places = [place for place, statement in enumerate(statements) if _find_calls(statement, swizzle)]
-    engine.require(len(places) == 1, f"{process.__name__} does not call {swizzle} in one place")
+    engine.require(len(places) == 1, f"{len(places)} statements of {process.__name__} call {swizzle}; expected 1")
     branch = statements[places[0]]
     engine.require(
         isinstance(branch, ast.If) and not any(_find_calls(statement, swizzle) for statement in branch.orelse),
@@ -313,7 +313,8 @@ def require_last_use(process: Any, swizzle: str) -> None:
     laid_out = [ast.unparse(call.args[0]) for call in calls if call.args]
     engine.require(
         read == [*WEIGHTS] and laid_out == [f"layer.{name}" for name in WEIGHTS],
-        f"{process.__name__} reads {', '.join(read) or 'no weights'} for {swizzle}",
+        f"with {swizzle} or later, {process.__name__} reads {', '.join(read) or 'no weights'}; "
+        f"expected {swizzle} to read each of {', '.join(WEIGHTS)} once",
     )
 
 

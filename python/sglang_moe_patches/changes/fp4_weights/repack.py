@@ -150,7 +150,9 @@ def require_last_use(prepare: Any, helper: Any | None) -> None:
     whole = _parse_definition(prepare)
     inner = [node for node in ast.walk(whole) if isinstance(node, ast.FunctionDef) and node is not whole]
     repackers = [_parse_definition(helper)] if helper else [node for node in inner if "repack" in node.name]
-    engine.require(len(repackers) == 1, f"{prepare.__name__} has no function that repacks, or several")
+    engine.require(
+        len(repackers) == 1, f"{prepare.__name__} contains {len(repackers)} functions that repack weights; expected 1"
+    )
     (repacker,), weight = repackers, repackers[0].args.args[0].arg
     calls = [node for node in ast.walk(whole) if isinstance(node, ast.Call) and ast.unparse(node.func) == repacker.name]
     calls.sort(key=lambda call: call.lineno)

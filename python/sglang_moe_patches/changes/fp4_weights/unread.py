@@ -359,7 +359,7 @@ class _Reader:
                     called = inspect.getattr_static(type(layer), attribute, None)
                     engine.require(
                         not isinstance(called, FunctionType | property),
-                        f"{self._get_name()} calls {attribute} of its layer",
+                        f"{self._get_name()} uses its layer's method or property {attribute}, which may read scales",
                     )
                     engine.require(
                         not (attribute.startswith("__") or isinstance(vars(layer).get(attribute), dict)),
@@ -403,7 +403,10 @@ class _Reader:
                 function, receiver = self._look_up(name), {}
             case _:
                 raise engine.Unsupported(f"{self._get_name()} may keep its layer")
-        engine.require(isinstance(function, FunctionType), f"{self._get_name()} passes its layer to {name}")
+        engine.require(
+            isinstance(function, FunctionType),
+            f"{self._get_name()} passes its layer to {name}, whose code cannot be checked for the scales that it reads",
+        )
         engine.require(function not in self.callers, f"{name} calls itself")
         parameters = engine.list_parameters(function)[len(receiver) :]
         subjects = [*(parameters[place] for place in positions), *keywords]

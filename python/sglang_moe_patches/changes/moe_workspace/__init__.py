@@ -171,7 +171,10 @@ def _find_size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) 
     too_small = [runner for runner, size in thresholds.items() if tensor_bytes < size]
     largest = f"the largest [tokens, top-k, hidden] tensor had {tensor_bytes / 1e6:,.1f} MB"
     if not too_small:
-        return f"{largest}, but a second slice saves nothing in any layer, or no layer can be cut"
+        return (
+            f"{largest}, which is large enough to cut; but either a second column slice would save no memory in any "
+            "layer, or no layer can be cut (the log then says why a tensor stays uncut)"
+        )
     sizes = {size: f"{size / 1e6:,.1f} MB" for size in thresholds.values()}
     starts = [f"{sizes[size]} in {runner}" for runner, size in thresholds.items()] if len(sizes) > 1 else sizes.values()
     return (

@@ -422,10 +422,10 @@ def plan() -> Plan:
     engine.require_parameters(gemm, _GEMM_PARAMETERS)
     engine.get(module, SUM)
     for name in ("torch", GEMM, SUM):
-        require(engine.is_only_a_global(function, name), f"{NAME} uses {name} otherwise than as its module's global")
+        require(engine.is_only_a_global(function, name), f"{NAME} does not use {name} only as a global of its module")
     for name, expected in _EXPECTED_USES.items():
         uses = {use for use in engine.find_uses(function, name) if not use.startswith(f"{GEMM}(")}
-        require(uses <= expected, f"{NAME} has another use for {name}: {', '.join(sorted(uses - expected))}")
+        require(uses <= expected, f"{NAME} uses {name} in an unexpected way: {', '.join(sorted(uses - expected))}")
     allocations = [call for name in ("empty", "zeros") for call in engine.find_calls(function, f"torch.{name}")]
     sizes = [ast.unparse(call.args[0]) for call in allocations]
     joint_sizes = [size for size in sizes if size.endswith(",)")]

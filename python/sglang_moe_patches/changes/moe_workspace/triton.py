@@ -265,7 +265,7 @@ def _require_globals(function: Any, *names: str) -> None:
     for name in names:
         require(
             name in function.__code__.co_names and engine.is_only_a_global(function, name),
-            f"{function.__name__} uses {name} otherwise than as its module's global",
+            f"{function.__name__} does not use {name} only as a global of its module",
         )
 
 
@@ -297,7 +297,7 @@ def plan() -> Plan:
     )
     uses = engine.find_uses(fused_moe, "intermediate_cache3") | engine.find_uses(summing, "intermediate_cache3")
     unknown = ", ".join(sorted(uses - _EXPECTED_USES))
-    require(not unknown, f"{FUSED_MOE} has another use for its tensor: {unknown}")
+    require(not unknown, f"{FUSED_MOE} uses intermediate_cache3 in an unexpected way: {unknown}")
     allocated = [ast.unparse(call.args[0]) for call in engine.find_calls(fused_moe, "torch.empty")]
     three_dimensional = [size for size in allocated if size.count(",") > 1]
     require(

@@ -88,8 +88,8 @@ class Switch:
             log.logger.warning(
                 log.format_line(
                     "activation-segments",
-                    "PyTorch's allocator refused a setting and keeps its last one; if a graph capture fails, restart "
-                    "with SGLANG_MOE_PATCHES_SEGMENTS=off: %s",
+                    "PyTorch's allocator refused a setting (%s) and keeps its last setting. If a graph capture fails, "
+                    "restart with SGLANG_MOE_PATCHES_SEGMENTS=off",
                 ),
                 error,
             )

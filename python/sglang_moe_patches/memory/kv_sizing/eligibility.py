@@ -125,10 +125,10 @@ def _variable_on(name: str) -> Applies:
     return lambda _, environ: is_on(name, environ)
 
 
-_NOT_REHEARSED = "its forward passes are not rehearsed"
-_MEMORY_CHANGES = "its memory use changes while it serves"
-_KEEPS_PROMPTS = "it copies or registers the KV cache, or keeps the rehearsal's prompts"
-_BY_SLOT = "it keeps data for every slot that the KV cache has at first"
+_NOT_REHEARSED = "this server's forward passes are not rehearsed"
+_MEMORY_CHANGES = "this server's memory use changes while it serves"
+_KEEPS_PROMPTS = "this server copies or registers the KV cache, or keeps the rehearsal's prompts"
+_BY_SLOT = "this server keeps data for every slot that the KV cache has before it grows"
 _SHARDS = "the KV cache is divided among ranks, has an unsupported layout, or does not exist"
 _REGISTERED = "the memory of the KV cache is registered elsewhere, or comes from another allocator"
 _APART = "ranks do not receive rank 0's requests, or do not exchange batch information"
@@ -197,25 +197,25 @@ UNSIZED: tuple[UnsizedKind, ...] = (
     ),
     UnsizedKind(
         "--speculative-skip-dp-mlp-sync",
-        "one of its ranks may prefill while another decodes, which is not rehearsed",
+        "one rank of this server may prefill while another rank decodes, which is not rehearsed",
         _with_speculation(lambda arguments, _: arguments.get("speculative_skip_dp_mlp_sync")),
         _SPECULATION,
     ),
     UnsizedKind(
         "--speculative-ngram-external-corpus-path",
-        "the flush after a rehearsal would drop its corpus",
+        "the flush after a rehearsal would drop this server's n-gram corpus",
         _with_speculation(lambda arguments, _: arguments.get("speculative_ngram_external_corpus_path")),
         _SPECULATION,
     ),
     UnsizedKind(
         "--pp-size",
-        "its stages do not all speculate",
+        "not all pipeline stages of this server speculate",
         _with_speculation(_argument_over("pp_size", 1)),
         _SPECULATION,
     ),
     UnsizedKind(
         "--moe-a2a-backend",
-        "its buffers may hold fewer requests than are admitted",
+        "the backend's buffers may hold fewer requests than this server admits",
         _argument_other_than("moe_a2a_backend", "none"),
     ),
     UnsizedKind(
@@ -233,10 +233,13 @@ UNSIZED: tuple[UnsizedKind, ...] = (
         f"{_ATTENTION} and `--enable-dp-lm-head`",
     ),
     UnsizedKind(SKIP_ALL_GATHER, _APART, _with_attention_ranks(_variable_on(SKIP_ALL_GATHER)), f"on, {_ATTENTION}"),
-    UnsizedKind("--use-ray", "its launcher asks for the number of KV tokens before the rehearsal"),
+    UnsizedKind("--use-ray", "this server's launcher asks for the number of KV tokens before the rehearsal"),
     UnsizedKind("--enable-return-hidden-states", "a request captures all graphs again"),
     UnsizedKind(
-        "SGLANG_RUST_SERVER", "it has no inbox that a rehearsal could use", _variable_on("SGLANG_RUST_SERVER"), "on"
+        "SGLANG_RUST_SERVER",
+        "this server has no inbox that a rehearsal could use",
+        _variable_on("SGLANG_RUST_SERVER"),
+        "on",
     ),
 )
 """All kinds of servers that are not measured and that can be recognized by arguments and environment. Kinds with the

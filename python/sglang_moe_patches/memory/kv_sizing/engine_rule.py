@@ -81,10 +81,12 @@ def measure_launch_memory(maker: Any, arguments: Any, before_gib: float) -> Laun
     import torch
 
     if getattr(maker, "post_capture_kv_active", False):
-        return LaunchMemory("the engine sizes its KV cache after its graphs by itself")
+        return LaunchMemory("the engine itself sizes its KV cache after it captured its CUDA graphs")
     if torch.cuda.is_available():
         if getattr(torch.cuda.get_device_properties(maker.gpu_id), "is_integrated", False):
-            return LaunchMemory("the GPU shares its memory with the host, which has use for what is free")
+            return LaunchMemory(
+                "the GPU shares its memory with the host, and the host may need the memory that is free"
+            )
         torch.cuda.empty_cache()
     fraction = fraction_in_force(maker)
     images = 0

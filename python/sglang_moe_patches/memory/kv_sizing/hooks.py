@@ -71,7 +71,7 @@ class SchedulerHooks:
         self.leads, self.gpu, self.fraction_is_given = False, 0, False
         self.margin = eligibility.KV_MARGIN.read()
         self.launch = LaunchMemory()
-        self.reason = "its pools have not been made"
+        self.reason = "the engine has not made its KV cache yet"
         """Reason why this server keeps the KV cache size of the engine's rule; empty if the server is measured."""
         self.reservation: Reservation | None = None
         """KV cache over reserved addresses. Either all ranks have such a KV cache, or no rank has one."""
@@ -99,7 +99,10 @@ class SchedulerHooks:
         try:
             fraction = engine_rule.find_rehearsal_fraction(maker, launches, self.margin)
         except Exception as error:
-            problem = f"the KV cache begins with the fraction in force: {format_error(error)}"
+            problem = (
+                "no fraction for the rehearsal found; the KV cache starts with the fraction in force: "
+                + format_error(error)
+            )
             log_on_rank_0(self.leads, problem, warn=True)
         if fraction is not None:
             source = "given --mem-fraction-static" if self.fraction_is_given else "engine's default fraction"
@@ -263,6 +266,6 @@ def _find_machine_problem() -> str:
     if together:
         return ""
     return (
-        f"of --nnodes: within {ranks.WAIT_S:.0f} s not all machines were ready to size the KV cache together; each "
+        f"of --nnodes: not all machines were ready to size the KV cache together within {ranks.WAIT_S:.0f} s; each "
         f"machine needs this version of the package, and {eligibility.KV_SIZING.name}=auto or always"
     )

@@ -128,7 +128,10 @@ class Metrics:
                 self._gauges[name] = Gauge(name, text, labelnames=names, multiprocess_mode="mostrecent")
         except Exception as error:
             log.logger.warning(
-                log.format_line("kv-sizing", "its own metrics are off, the engine's are not affected: %s"), error
+                log.format_line(
+                    "kv-sizing", "the metrics of kv-sizing are off; the engine's metrics are not affected: %s"
+                ),
+                error,
             )
             self._gauges = {}
 

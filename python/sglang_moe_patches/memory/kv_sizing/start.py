@@ -313,7 +313,7 @@ class ServerStart:
 
         :param measured: result of this rank's rehearsal; ``None`` if rank 0 did not wait for its end.
         """
-        measured = measured or Measured(failure="rank 0 did not wait for its rehearsal")
+        measured = measured or Measured(failure="rank 0 did not wait for the end of this rank's rehearsal")
         try:
             need = self._add_measurements(measured)
         except Exception as error:

@@ -499,7 +499,7 @@ def test_a_rehearsed_forward_pass_that_raises_on_all_ranks_does_not_end_the_serv
     [
         (0.93, "0.8000 leaves too little KV cache to rehearse; starting with 0.9300"),
         (None, ""),
-        (ZeroDivisionError("no token"), "the KV cache begins with the fraction in force: ZeroDivisionError: no token"),
+        (ZeroDivisionError("no token"), "the KV cache starts with the fraction in force: ZeroDivisionError: no token"),
     ],
 )
 def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_logged(
