@@ -171,8 +171,9 @@ def test_a_sentence_says_why_a_change_did_nothing() -> None:
         "had 58.7 MB, and tensors are cut from 201.3 MB on"
     ]
     assert counting.describe_actions(WORKSPACE, large) == [
-        "moe-workspace: did nothing: the largest [tokens, top-k, hidden] tensor had 1,879.0 MB, but a second slice "
-        "saves nothing in any layer, or no layer can be cut"
+        "moe-workspace: did nothing: the largest [tokens, top-k, hidden] tensor had 1,879.0 MB, which is large enough "
+        "to cut; but either a second column slice would save no memory in any layer, or no layer can be cut (the log "
+        "then says why a tensor stays uncut)"
     ]
 
 
@@ -194,7 +195,7 @@ def test_a_sentence_has_the_smallest_sliced_size_of_each_runner(
     for tokens in (750, 999):
         assert reason(tokens).startswith(": no forward pass was large enough for Marlin: the largest")
         assert reason(tokens).endswith(starts)
-    assert reason(1000).startswith(": the largest [tokens, top-k, hidden] tensor had 100.0 MB, but a second slice")
+    assert reason(1000).startswith(": the largest [tokens, top-k, hidden] tensor had 100.0 MB, which is large enough")
 
 
 def test_only_active_changes_have_sentences_and_a_shared_count_appears_once() -> None:
