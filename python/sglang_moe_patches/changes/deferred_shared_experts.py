@@ -83,7 +83,7 @@ def find_reason_to_run_first(
     :param is_fused: whether the shared experts are fused into the routed experts.
     :param has_shared_experts: whether the layer has shared experts of its own.
     :param serves_lora: whether the server may run LoRA adapters, which use other runners.
-    :param uses_all_to_all: whether tokens are sent to their experts' ranks. The layer's code then takes another path.
+    :param uses_all_to_all: whether tokens are sent to their experts' ranks (``--moe-a2a-backend``).
     """
     if is_fused:
         return "shared experts are fused into the routed ones"

@@ -221,10 +221,9 @@ def cache_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callabl
 
     The engine's function searches a snapshot of the pool, which is too slow for every layer. The faster version caches
     the addresses that are in the pool. They stay there, because the pool never frees memory while the process lives.
-    The engine relies on this, too.
 
     Addresses outside the pool are not cached, because the pool may grow and contain them later. With an outdated
-    answer, one rank would allocate from the pool when the other ranks do not. All ranks must decide alike.
+    result, one rank would allocate from the pool when the other ranks do not, but all ranks must decide alike.
 
     :param search_pool: the engine's function, which returns whether a tensor lies in the pool.
     """

@@ -22,8 +22,8 @@ class ForwardLimits:
         not chosen it yet.
     :param request_tokens: tokens of the longest request, or 0 if unknown. Prompt and output count, because a retracted
         request is prefilled with both.
-    :param unchecked_requests: whether the radix cache is disabled. Requests with ``ignore_eos`` are then admitted even
-        if the batch then has more than ``max_prefill_tokens``.
+    :param unchecked_requests: whether the radix cache is disabled. A request with ``ignore_eos`` may then exceed
+        ``max_prefill_tokens``.
     :param requests: number of requests that can run at once on this rank, or 0 if unknown.
     :param other_tokens_per_request: largest number of tokens of one request in a draft or draft-extend forward pass.
     :param cache_tokens: tokens of the KV cache, or 0 if unknown. Every prefilled token occupies one token of the KV
@@ -58,9 +58,8 @@ def compute_max_forward_tokens(limits: ForwardLimits) -> int:
     - The first request of a prefill batch is admitted whatever its length. It contributes one chunk, or all its tokens
       if chunked prefill is off. A mixed chunk has no more tokens, because the scheduler first subtracts the running
       decodes from the chunk and from ``max_prefill_tokens``.
-    - If chunked prefill is off, a further request is admitted only if the batch then has at most
-      ``max_prefill_tokens``. Some requests are admitted without this check (``unchecked_requests``), even if the batch
-      is only one token below ``max_prefill_tokens``.
+    - If chunked prefill is off, a further request must fit into ``max_prefill_tokens``. But with
+      ``unchecked_requests``, a request of any length may join a batch that is one token below ``max_prefill_tokens``.
     - Dynamic chunking with pipeline stages first profiles the model with one request of up to ``int(1.25 * chunk)``
       tokens (``SchedulerPPMixin.profile_and_init_predictor``). The chunks that it chooses later stay within
       ``max_prefill_tokens``.

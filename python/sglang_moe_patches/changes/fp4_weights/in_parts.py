@@ -173,7 +173,7 @@ def _compute_bytes_with_room(swizzle: Callable[..., Any], created: dict[str, Any
 
     The layout writes the laid-out weights over the loaded weights, so they must fit into this memory. It writes the
     laid-out scales to new memory, because the loaded scales are still in use. Later the loaded scales are freed, and
-    the laid-out scales move into the freed memory. For this move, their memory has the exact size.
+    the laid-out scales move into the freed memory, so they must fit, too.
 
     :param created: the layer's new parameters on the ``meta`` device, by name.
     """

@@ -81,8 +81,8 @@ class _Repack(TorchFunctionMode):
         The engine copies an expert's transposed weights with ``contiguous()``, and repacks the copy.
 
         :param copy: the tensor that the engine passes to its repacking kernel.
-        :returns: a view of the loaded weights, which the repacked expert may overwrite. It is ``None`` if the weights
-            must not be overwritten, if ``copy`` is not the last result of ``contiguous()``, or if no copy was made.
+        :returns: a view of the loaded weights, which the repacked expert may overwrite. It is ``None`` if they must not
+            be overwritten, or if ``copy`` is not the copy that the last ``contiguous()`` made.
         """
         (last_copy, source), self._last_copy = self._last_copy, (None, None)
         if last_copy is not copy or copy is None:

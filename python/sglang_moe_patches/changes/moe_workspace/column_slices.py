@@ -168,10 +168,10 @@ class TritonGemm(NamedTuple):
 
     @property
     def has_slow_order(self) -> bool:
-        """Whether the GEMM computes its tiles in an order in which even two slices cost measurable time.
+        """Whether even two slices slow the layer down by 3 to 7 % (:data:`SLOW_ORDER_SLOWDOWN`).
 
-        If ``GROUP_SIZE_M`` is 1, all tiles of a row are computed before the next row. In this order, slices are slow if
-        the activations are quantized and tiles have at least 128 rows (:data:`SLOW_ORDER_SLOWDOWN`).
+        This was measured with quantized activations, if tiles have at least 128 rows and ``GROUP_SIZE_M`` is 1. The
+        GEMM then computes all tiles of a row before the next row.
         """
         assert self.tiles is not None
         return self.quantized and self.tiles.get("GROUP_SIZE_M") == 1 and self.tiles["BLOCK_SIZE_M"] >= 128
@@ -206,10 +206,7 @@ class TritonGemm(NamedTuple):
         return layer.rows * layer.intermediate if self.quantized else self.activation_output_bytes(layer)
 
     def compute_memory(self, layer: LayerShape) -> RunnerMemory:
-        """Return how much memory the Triton runner allocates in a layer with these sizes.
-
-        :func:`choose_slice_width` uses the result.
-        """
+        """Return how much memory the Triton runner allocates in a layer with these sizes."""
         activation_output_bytes, input_bytes = self.activation_output_bytes(layer), self.input_bytes(layer)
         # The scales of the quantized input have at most four bytes for each group of 128 elements.
         input_with_scales = input_bytes + (input_bytes // 32 if self.quantized else 0)
@@ -243,10 +240,7 @@ class MarlinGemm(NamedTuple):
         return self.estimate_slicing_us(layer, slices) / layer.estimate_layer_us(MARLIN_OPERATIONS_PER_US)
 
     def compute_memory(self, layer: LayerShape) -> RunnerMemory:
-        """Return how much memory the Marlin runner allocates in a layer with these sizes.
-
-        :func:`choose_packed_slice_width` uses the result.
-        """
+        """Return how much memory the Marlin runner allocates in a layer with these sizes."""
         activation_output_bytes = layer.rows * layer.intermediate * layer.itemsize
         return RunnerMemory(
             at_activation=layer.rows * layer.first_gemm_columns * layer.itemsize + activation_output_bytes,
@@ -262,21 +256,21 @@ def choose_slice_width(
 ) -> int:
     """Return how many columns of the second GEMM's output the Triton runner computes and sums at a time.
 
-    The result is ``hidden`` if the tensor is not cut. Narrower slices save memory, and more slices cost time. Three
-    limits bound the number of slices:
+    The result is ``hidden`` if the tensor is not cut. More slices save memory, but cost time. Without ``max_bytes``,
+    three limits bound the number of slices:
 
     - Memory at the activation. Slices do not lower the memory that is allocated while the activation runs. If a
       slice fits into this memory beside the second GEMM's input, it need not be narrower. Such a slice has 2 I columns
-      (I = ``intermediate``), or 2.5 I if the activations are quantized. If the activation's output lies in the dead
-      input, such a slice has 2 I columns, or 1.5 I if the activations are quantized.
+      (I = ``intermediate``). With quantized activations it has 2.5 I columns, or 1.5 I if the activation's output lies
+      in the dead input.
     - Memory that each further slice saves. The ``n``-th slice saves about 1/n^2 of the tensor. It must save at least
       :data:`MIN_BYTES_SAVED_PER_SLICE`.
     - Time. All slices together cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time
       (:func:`find_max_affordable_slices`).
 
-    :param max_bytes: the user's limit for the runner's memory in bytes, or ``None``. With this limit the other limits
-        do not apply. The tensor is cut into the smallest number of slices that keeps the runner's memory within the
-        limit. If the memory at the activation is larger than the limit, it replaces the limit.
+    :param max_bytes: the user's limit for the runner's memory in bytes, or ``None``. The tensor is then cut into the
+        fewest slices that keep the runner's memory within this limit, whatever time they cost. If the memory at the
+        activation is larger than the limit, it replaces the limit.
     :param ignores_time: whether to ignore the time that slices cost.
     """
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:

@@ -144,9 +144,8 @@ class FusedMoeCall:
     :param uses_staging: whether slices are first written to a staging buffer, because another stream may still read
         the input.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
-    :param dead_input_address: address of the memory in the dead input that the engine received for the activation's
-        output, or ``None`` if it received none. If the second GEMM's input has another address, the activation did not
-        use this memory (gpt-oss).
+    :param dead_input_address: address of the dead input if the engine received it for the activation's output, else
+        ``None``. gpt-oss's activation does not use this memory, so the second GEMM's input has another address.
     """
 
     gate_columns: int
@@ -165,13 +164,12 @@ current_call: ContextVar[FusedMoeCall] = ContextVar("moe_workspace_call")
 
 
 def find_columns_per_scale(scale: Any, hidden: int, block_shape: Any) -> int | None:
-    """Return how many columns of the weights share a scale.
+    """Return how many columns of the weights share a scale. The result 0 stands for all columns.
 
     :param scale: scales of the second GEMM's weights: [experts], [experts, hidden, ...] or [experts, blocks of columns,
         ...].
     :param block_shape: columns and rows of a block, for block quantization.
-    :returns: 0 if all columns share a scale, 1 if each column has its own, the number of columns of a block with block
-        quantization, or ``None`` if the scales have an unknown layout.
+    :returns: ``None`` if the scales have an unknown layout.
     """
     if scale is None or scale.ndim < 2:
         return 0

@@ -142,7 +142,7 @@ class DeferredOutput:
 
     :param call: call of the engine's Marlin function to which the output belongs.
     :param allocate_elements: function that allocates the slices, as for :class:`_BothOutputs`.
-    :cvar dtype: always ``None``. The engine has special sums for some dtypes, and its general sum for all others.
+    :cvar dtype: always ``None``, so that the engine calls its general sum. It has special sums for some dtypes.
     """
 
     call: MarlinCall

@@ -5,10 +5,10 @@ If the routed experts work in place, they write their output over this input, wi
 the engine's own function this is safe, because it writes the output only after the whole second GEMM. Column slices
 would write their first columns earlier.
 
-A module counts as such a reader if both conditions hold: a method of its class runs code on a stream of its choice, and
-its shared experts are not fused into the routed experts. :data:`has_concurrent_reader` is one answer for all layers of
-the process, because they are of one kind. If it is true, the Triton runner copies its output once more, and Marlin does
-not cut layers that work in place. If it is true by mistake, results stay the same.
+:data:`has_concurrent_reader` becomes true if one module meets two conditions: a method of its class runs code on a
+stream of its choice, and its shared experts are not fused into the routed experts. It affects all layers of the process
+that work in place: the Triton runner then writes slices to a staging buffer and copies them into the output at the end,
+and Marlin does not cut the layer. If it is true by mistake, time or memory is wasted, but results stay the same.
 """
 
 from __future__ import annotations

@@ -46,26 +46,23 @@ def find_rows_per_dp_rank(
 ) -> tuple[int, ...] | None:
     """Return the largest number of rows that each data-parallel rank can have in this forward pass.
 
-    The first three parameters are values of the engine's module ``dp_attention``. If ``counts`` is not ``None``, it has
-    the numbers. Otherwise the result depends on the other values:
+    The first three parameters are values of the engine's module ``dp_attention``. If ``counts`` has one number for each
+    rank, the result is ``counts``. If ``counts`` is ``None``, each rank has at most ``local_rows`` rows in two cases:
 
-    - A single data-parallel rank has ``local_rows`` rows.
-    - With several data-parallel ranks, ``global_rows`` may be ``dp_ranks * local_rows``. All ranks then use the same
-      CUDA graph, chosen for the largest of their batches. No rank has more than ``local_rows`` rows.
-    - If ``global_rows`` is another number, each rank uses a CUDA graph for its own batch. The rows of the other ranks
-      are unknown.
+    - There is only one data-parallel rank.
+    - ``global_rows`` is ``dp_ranks * local_rows``. All ranks then use the same CUDA graph, chosen for the largest of
+      their batches.
 
-    :param counts: ``global_num_tokens``: the padded number of rows of each data-parallel rank. It is ``None`` while the
-        engine captures or warms up a CUDA graph, or runs one of two sub-batches (two-batch overlap). With the padding
-        mode ``MAX_LEN`` all ranks have the same number. With ``SUM_LEN`` each rank has its own, and an idle rank has 0.
-        If the engine gathers nothing between ranks (``--moe-dense-tp-size 1`` with ``--enable-dp-lm-head``), the list
-        has only this rank's number.
+    :param counts: ``global_num_tokens``: the padded rows of each data-parallel rank, 0 for an idle rank. It is ``None``
+        while the engine captures or warms up a CUDA graph, or runs one of two sub-batches (two-batch overlap). If the
+        engine gathers nothing between ranks (``--moe-dense-tp-size 1`` with ``--enable-dp-lm-head``), the list has only
+        this rank's number.
     :param local_rows: local buffer length: this rank's padded rows.
     :param global_rows: global buffer length: the padded rows of all ranks.
     :param dp_ranks: number of data-parallel ranks.
-    :param two_batch_overlap: whether the engine may run a sub-batch now. Each data-parallel rank splits its own batch,
-        so the rows of the other ranks' sub-batches are unknown.
-    :returns: the number of rows of each data-parallel rank, or ``None`` if the rows of some rank are unknown.
+    :param two_batch_overlap: whether the engine may run a sub-batch now. The second case then does not count, because
+        each data-parallel rank splits its own batch.
+    :returns: one number for each data-parallel rank, or ``None`` if the rows of some rank are unknown.
     """
     if counts is not None:
         return tuple(counts) if len(counts) == dp_ranks and min(counts, default=-1) >= 0 else None
@@ -85,16 +82,13 @@ def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: L
     expert-parallel ranks send, itself included. Padding rows count, because the router decides on the device whether
     they are sent.
 
-    If ``counts`` is known, let ``n`` be the number of rows of one data-parallel rank. Its ``attn_tp * attn_cp`` ranks
-    may send these rows in two ways:
+    If ``counts`` is known, the bound is the sum of ``counts``, times the number of ranks that may send the same row:
 
-    - The ranks send ``n`` rows together if the engine has scattered the rows over the attention-TP ranks
-      (``ScatterMode.SCATTERED``). The rows were scattered on all ranks if this rank has sent ``n / attn_tp`` rows,
-      because all ranks run the same model.
-    - Otherwise each of the ranks may send all ``n`` rows. This is also assumed on an idle rank, which has sent 0 of 0
-      rows, and with context parallelism, which may split rows unevenly or only in prefill.
-
-    If this rank has sent more rows than its count, the counts belong to another forward pass, and no bound is proven.
+    - This number is 1 if the engine has scattered the rows over the attention-TP ranks (``ScatterMode.SCATTERED``).
+      This rank has then sent ``1 / attn_tp`` of its data-parallel rank's rows. All ranks run the same model, so the
+      other ranks have scattered their rows, too.
+    - Otherwise the number is ``attn_tp * attn_cp``. This is also assumed on an idle rank, which has sent 0 of 0 rows,
+      and with context parallelism, which may split rows unevenly or only in prefill.
 
     If ``counts`` is unknown, there is a bound only with one data-parallel rank and without context parallelism. Every
     rank then has the same batch, and sends all of it or an even share. Even shares differ by at most one row, so all
@@ -105,7 +99,8 @@ def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: L
         unknown.
     :param layout: distribution of the attention over the ranks.
     :param buffer_rows: rows of the receive buffer. More rows cannot arrive.
-    :returns: the largest number of rows, or ``None`` if no bound can be proven.
+    :returns: ``None`` if no bound can be proven. For example, this rank has sent more rows than its count, because the
+        counts belong to another forward pass.
     """
     if layout.dp_ranks == 0 or sent < 0:
         return None
@@ -155,9 +150,9 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
     :param limit: the user's limit in rows, or 0 for no limit.
     :param buffer_rows: rows of the receive buffer.
     :param recv_bound: whether to cut to ``bound`` even if the user set no limit.
-    :returns: a cut to at most ``buffer_rows`` rows, and to at least ``bound`` rows if it is known. The bound is rounded
-        up (:func:`round_up_rows`), but not above the limit. At least one row stays, because kernels are not launched on
-        an empty tensor.
+    :returns: a cut to ``bound`` rows, rounded up (:func:`round_up_rows`) as far as the limit allows. A limit below
+        ``bound`` is raised to ``bound``. If ``bound`` is unknown, the cut is to ``limit`` rows. At least one row stays,
+        because kernels are not launched on an empty tensor.
     """
     if not (limit or recv_bound):
         return Cut(buffer_rows, False, False)
@@ -178,7 +173,7 @@ def decide_cut(
 ) -> tuple[int | None, Cut]:
     """Decide how many rows of the receive buffer the MoE kernel computes in one forward pass.
 
-    :returns: the results of :func:`compute_max_received_rows` and :func:`decide_rows`.
+    :returns: the bound (:func:`compute_max_received_rows`), and the cut (:func:`decide_rows`).
     """
     bound = compute_max_received_rows(sent, counts, layout, buffer_rows)
     return bound, decide_rows(bound, limit, buffer_rows, recv_bound=recv_bound)

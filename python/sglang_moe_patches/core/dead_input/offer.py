@@ -31,8 +31,8 @@ value is a list of PyTorch's dictionaries of forward hooks: those of the layer, 
 of both layers, and the global ones."""
 MIN_SLICED_OFFER_BYTES = 1 << 20
 """Smallest input, in bytes, that a decoder layer offers to Marlin or to in-place Triton. These runners use an offered
-buffer only while they compute in column slices. By default they do so only if the expert outputs [tokens, top-k,
-hidden] have at least 192 MiB. With a top-k of 8, the expert outputs of an input of 1 MiB have only 8 MiB."""
+buffer only while they compute in column slices: by default, if the expert outputs [tokens, top-k, hidden] have at least
+192 MiB. A smaller input would not be used: with a top-k of 8, its expert outputs have less than 8 MiB."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
@@ -106,8 +106,8 @@ def find_stream_residual(forward_batch: Any, residual: Any) -> Any:
 def is_plain_addition(update: Any) -> bool:
     """Return whether an update of the residual is an addition and nothing else.
 
-    :param update: the engine's description of the update. Its attribute ``is_plain_add`` or ``adds_plainly``, depending
-        on the release, gives the answer.
+    :param update: the engine's description of the update. It has the attribute ``is_plain_add`` or ``adds_plainly``,
+        depending on the release.
     """
     return bool(getattr(update, "is_plain_add", False) or getattr(update, "adds_plainly", False))
 
@@ -117,8 +117,8 @@ def is_plain_norm(read: Any) -> bool:
 
     The norm's kernel may also add the layer's input to the residual.
 
-    :param read: the engine's description of how attention reads the residual. Its attribute ``is_plain_norm`` or
-        ``norms_plainly``, depending on the release, gives the answer.
+    :param read: the engine's description of how attention reads the residual. It has the attribute ``is_plain_norm`` or
+        ``norms_plainly``, depending on the release.
     """
     return bool(getattr(read, "is_plain_norm", False) or getattr(read, "norms_plainly", False))
 

@@ -34,9 +34,9 @@ class LayerFacts:
     :param residual_of: function that receives the batch and the argument ``residual``, and returns the residual that
         belongs to a layer's input.
     :param tensor_of: function that receives a layer's input and returns its tensor.
-    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The classes of
-        the submodules are unknown until a layer is built. :func:`require_attention_input_dies` checks the submodules of
-        each built layer.
+    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention.
+        :func:`require_attention_input_dies` checks these submodules in each built layer, because their classes are
+        unknown before.
     """
 
     layer: Any
@@ -376,9 +376,9 @@ def _has_plain_sum(layer: Any) -> bool:
     """Return whether the engine only adds a decoder layer's input to the residual, and attention reads the sum only
     through a norm.
 
-    In releases where the batch keeps the residual, this function checks only the norm. The addition is checked in each
-    forward pass (:func:`.offer.find_stream_residual`). In other releases, the engine's unpatched ``prepare_attn`` does
-    both.
+    In releases where the batch keeps the residual, this function checks only the norm, because the addition is checked
+    in each forward pass (:func:`.offer.find_stream_residual`). In other releases, the result is true if the layer's
+    communicator runs the engine's own ``prepare_attn``.
     """
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is not None:

@@ -299,10 +299,12 @@ def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
 
 
 def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set[Place]) -> set[str] | None:
-    """Return the names of the parameters to which a call of a method passes certain arguments.
+    """Return the names of a method's parameters that receive the arguments in ``places`` of a call.
+
+    For example, the method is ``run(self, a, b)``, and the call is ``self.run(x, b=y)``. The places 0 and "b" then give
+    the names ``a`` and ``b``.
 
     :param definition: the method.
-    :param places: the places of these arguments in the call (:data:`Place`).
     :returns: ``None`` if an argument has no named parameter of its own, for example if the call passes ``*values``.
     """
     arguments = definition.args

@@ -110,8 +110,8 @@ def sum_and_copy(
     :param output: [tokens, columns].
     :param scale: factor of the sum.
     :param copies: one tuple ``(source, start, stop, target)`` for the weights, and one for the scales. After the last
-        slice there is no tuple. Source and target are contiguous and have the same dtype, which may be any. Their rows,
-        and the parts before ``start`` and ``stop``, are whole words of eight bytes.
+        slice there is no tuple. Source and target are contiguous and have the same dtype. The bytes of a row, and the
+        bytes before columns ``start`` and ``stop``, are multiples of 8.
     """
     if not copies:
         moe_sum.moe_sum(expert_outputs, output, scale)
