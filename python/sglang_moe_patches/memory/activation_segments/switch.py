@@ -230,9 +230,9 @@ def probe() -> Install:
 def suspend_during_captures(switch: Switch, patcher: Patcher, graph: Any, coordinator: Any) -> None:
     """Wrap the functions that need memory from ordinary segments, so that the switch is suspended while they run.
 
-    These functions capture a CUDA graph or use a separate memory pool. One of them is the engine's context manager
-    ``GroupCoordinator.graph_capture``, which surrounds all captures. When the context ends, the engine registers
-    buffers with other processes.
+    These functions capture a CUDA graph or use a separate memory pool. ``GroupCoordinator.graph_capture`` surrounds all
+    captures of the engine. At its end the engine shares buffers with other processes by CUDA IPC, which works only with
+    ordinary segments.
 
     :param graph: ``torch.cuda.CUDAGraph``.
     :param coordinator: the engine's ``GroupCoordinator``.

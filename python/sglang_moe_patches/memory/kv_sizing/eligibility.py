@@ -85,8 +85,8 @@ class UnsizedKind:
 
     :param name: the engine's argument or environment variable that identifies such servers.
     :param reason: clause that says why such a server is not measured.
-    :param applies: function that returns whether a server is of this kind; ``None`` if a server is of this kind
-        whenever the argument ``name`` is on.
+    :param applies: function that returns whether a server is of this kind; ``None``: every server with the argument
+        ``name`` on is of this kind.
     :param condition: further condition, in words for the documentation page.
     """
 

@@ -162,8 +162,7 @@ def image_cache_gib(arguments: Mapping[str, Any]) -> float:
     """Return the GiB of the engine's caches for images. These are the cache of image embeddings and, in newer releases,
     GPU buffers that carry image features to the scheduler.
 
-    Newer releases, such as 0.5.23, leave this memory free in every start, in addition to the KV cache. So a rehearsal
-    finds the memory free.
+    Newer releases, such as 0.5.23, leave this memory free at the start. The KV cache must not grow into it.
     """
     reserved = reserved_by_configurator_gib(arguments)
     if reserved is not None:

@@ -141,7 +141,8 @@ class SchedulerHooks:
         return [replace(launch, free_before_load=before) for launch in launches]
 
     def _reserve_addresses(self, maker: Any, config: Any, raised: float) -> None:
-        """Decide for how many tokens addresses are reserved. All ranks must call this method at the same point.
+        """Decide for how many tokens addresses are reserved, and set ``reservation``; set ``reason`` instead if that
+        fails on any rank. All ranks must call this method at the same point.
 
         :param config: the engine's ``MemoryPoolConfig``, with the token counts of its own rule.
         :param raised: number that was added to the fraction of the user or the engine, because the rehearsal needs a

@@ -68,12 +68,11 @@ class LoadDriver:
         """Limit of concurrent requests from now on, because more requests would take too much memory; 0: as many as the
         server allows."""
         self._most_requests = 0
-        """Number of requests in the last decode that has begun without a CUDA graph. Only decodes of more requests than
-        :attr:`.Limits.penalized` count. 0 if no such decode has begun, or with pipeline stages."""
+        """Number of requests in the latest decode that has more requests than :attr:`.Limits.penalized` and no CUDA
+        graph; 0 if no such decode has begun, or in a pipeline."""
         self.restart_requests = 0
-        """Limit of concurrent requests if the rehearsal starts over without the decode of ``_most_requests`` requests.
-        The limit is the number of requests in the decode before this decode, and at least :attr:`.Limits.penalized`. 0
-        if ``_most_requests`` is 0."""
+        """Limit of concurrent requests if the rehearsal starts over without the decode of ``_most_requests`` requests:
+        as many as in the decode before it, and at least :attr:`.Limits.penalized`. 0 if there is no such decode."""
         self.missed: dict[str, PhaseKind] = {}
         """Phases that ended without a forward pass as large as their ``bound``, and phases that never began because the
         script ended early. The key is the phase's name, and the value is its kind."""
@@ -114,8 +113,8 @@ class LoadDriver:
         self._is_planted = is_planted
 
     def end(self) -> None:
-        """End the script early: no further phase begins. Running requests are aborted. With speculation, they end by
-        their length instead."""
+        """End the script early: no further phase begins. Running requests are aborted, or end by their length with
+        speculation."""
         self._is_ended = True
 
     def next_requests(self, idle: bool, stuck: bool) -> list[Any]:

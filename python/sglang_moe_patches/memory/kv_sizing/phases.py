@@ -239,8 +239,8 @@ class Limits:
     """Whether ``--max-running-requests`` is not given. The engine's default is thousands of requests."""
     limits_penalized: bool = False
     """Whether this package limits requests with penalties (:data:`PENALIZED_SAMPLING`) although
-    ``--max-running-requests`` is given. Otherwise, memory for as many such requests as the user allows would make the
-    KV cache smaller than by the engine's own rule."""
+    ``--max-running-requests`` is given. It does so if memory for as many such requests as the user allows would make
+    the KV cache smaller than by the engine's own rule."""
 
     @property
     def batch(self) -> int:
@@ -270,9 +270,9 @@ class Limits:
 
     @property
     def short_requests(self) -> int:
-        """Number of short requests that fit into half of the KV cache. The number is at least the number of requests in
-        the largest captured decode, times the pipeline stages. Without captured decodes,
-        :data:`PENALIZED_WITHOUT_GRAPHS` takes the place of the largest captured decode."""
+        """Number of short requests that fit into half of the KV cache, but at least as many requests as all pipeline
+        stages run in their largest captured decodes. Without captured decodes, each stage counts with
+        :data:`PENALIZED_WITHOUT_GRAPHS` requests."""
         request_tokens = SHORT_PROMPT_TOKENS + self.tokens_beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
         return max(
@@ -476,9 +476,9 @@ class Phase:
         a batch meets the bound.
     :param sampling: the engine's sampling parameters of every request.
     :param output_logprobs: whether every request asks for the log-probabilities of its generated tokens.
-    :param growth: factor that predicts the longest time of a prompt from the slowest earlier prompt. Only prompts of
-        phases with such a factor count. If a prompt could take too long, it is not sent, and the rehearsal ends early.
-        With 0, no time is predicted.
+    :param growth: a prompt may take this many times as long as the slowest earlier prompt of phases with such a factor.
+        If the remaining time is shorter, the prompt is not sent, and the rehearsal ends early. With 0, the time is not
+        checked.
     :param estimate: estimate of the phase's memory; ``None`` if the phase always runs.
     """
 
@@ -639,8 +639,8 @@ def derive_phases(limits: Limits) -> list[Phase]:
 
 
 def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKind] = ()) -> list[Phase]:
-    """Return the phases of a further pass: phases that are larger with the new KV cache size, and phases that have not
-    run.
+    """Return the phases of another rehearsal: phases that are larger with the new KV cache size, and phases that have
+    not run.
 
     :param before: limits with which the phases ran.
     :param after: limits with the new KV cache size.
@@ -773,8 +773,8 @@ def _part_lengths(longest: int, chunk: int, limits: Limits) -> list[int]:
     A part has at most as many tokens as all parts before it, and at most :data:`MAX_PART_FRACTION` of ``longest``. A
     part of one chunk is always allowed.
 
-    With sliding windows, the last part has one window and two to three pages. While a prefix is in use, the cache keeps
-    the windows of its parts. With another last part, they could leave no room for a chunk after the prefix.
+    With sliding windows, the last part has one window and two to three pages. Otherwise the windows that the cache
+    keeps for the parts could leave no room for a chunk after the prefix.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0
     rising = max(0, longest - behind) // limits.page * limits.page if behind else longest

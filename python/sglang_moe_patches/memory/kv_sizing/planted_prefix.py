@@ -1,8 +1,8 @@
 """Plant a prefix: insert a long prefix into the radix cache without computing it.
 
 The slots of a planted prefix contain arbitrary bytes. A rehearsal measures the memory of a prefill chunk that follows a
-long cached prefix. That memory depends on the length of the prefix, not on its values. The answers of a rehearsal are
-discarded. A flush at its end empties the cache.
+long cached prefix. That memory depends on the length of the prefix, not on its values. No user's request finds the
+prefix, because a flush at the end of the rehearsal empties the cache.
 """
 
 from __future__ import annotations

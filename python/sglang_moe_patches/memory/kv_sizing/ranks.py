@@ -30,7 +30,7 @@ from sglang_moe_patches.core.patch import Patcher, around
 
 WAIT_S = 60.0
 """Seconds that rank 0 waits for other machines, which may still be loading their weights. Other ranks wait twice as
-long."""
+long for rank 0's decision."""
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 SECRET_BYTES = DIGEST_BYTES = 32
 """Number of bytes in the secret that all ranks share, and in an HMAC-SHA256 (``DIGEST_BYTES``)."""
@@ -133,9 +133,8 @@ def all_machines_take_part() -> bool:
     off, so waiting for its ranks in a collective could block for ever. Each rank sets a key in the store. Rank 0
     decides by these keys, and the decision that reaches the store first counts.
 
-    No secret is shared yet, so a foreign process can write these keys. A foreign key can make the answer *no*. If a
-    foreign key makes the answer *yes*, this function raises after :data:`WAIT_S` seconds, because a rank does not
-    connect.
+    No secret is shared yet, so a foreign process can write these keys. It can cause a wrong ``False``. If it causes a
+    wrong ``True``, a rank does not connect, and this function raises after :data:`WAIT_S` seconds.
 
     :raises RuntimeError: the store does not answer, or a rank does not connect in time.
     """
@@ -190,14 +189,15 @@ def _wait_for_keys(store: Any, keys: list[str], timeout_s: float) -> bool:
 def is_idle(scheduler: Any) -> bool:
     """Return whether a scheduler has no request.
 
-    Up to 0.5.12.post1 the engine's own ``is_fully_idle`` is true too early: a stage of a pipeline may still wait for
-    the result of a prefill.
+    Up to 0.5.12.post1 the engine's own ``is_fully_idle`` overlooks batches of pipeline stages that wait for the result
+    of a prefill. So this function checks these batches, too.
     """
     return bool(scheduler.is_fully_idle()) and not any(getattr(scheduler, "mbs", ()))
 
 
 class Board:
-    """Key-value store that all ranks share. Each rank publishes one value per topic, and polls without blocking.
+    """Key-value store that all ranks share. Each rank publishes one value per topic (such as ``measured 1``), and polls
+    without blocking.
 
     The store belongs to ``torch.distributed``, and the engine's ranks found one another through it. It listens on all
     interfaces without a password, so each value carries an HMAC over its topic, its rank and its text. A value without
@@ -235,14 +235,15 @@ class Board:
         return [None if text is None else decode(kind, text) for text in texts]
 
     def wait_for_all(self, topic: str, kind: Any, timeout_s: float) -> list[Any | None]:
-        """Return the values as :meth:`collect`, after all ranks have published or after ``timeout_s`` seconds."""
+        """Wait until all ranks have published on a topic, at most ``timeout_s`` seconds. Return the values as
+        :meth:`collect` does."""
         deadline = time.monotonic() + timeout_s
         while None in (values := self.collect(topic, kind)) and time.monotonic() < deadline:
             time.sleep(0.01)
         return values
 
     def raise_flag(self, name: str) -> None:
-        """Raise a flag that all ranks see. A rank may raise it again."""
+        """Raise a flag that all ranks see. The flag stays raised."""
         self._write(name, _ANY_RANK, "")
 
     def is_raised(self, name: str) -> bool:

@@ -11,8 +11,8 @@ that all ranks carry out in the same turn.
 With data-parallel attention, each rank has its own inbox. Rank 0 therefore broadcasts the requests, as it broadcasts
 orders (:class:`.ranks.Orders`). All ranks read the same requests in the same turn, and run the same batches. A phase is
 reached when the tokens of all ranks together reach its bound. The rehearsal ends with a flush of the prefix cache,
-which all ranks read in the same turn. The stages of a pipeline follow one another: each stage passes its requests on to
-the next.
+which all ranks read in the same turn. A stage of a pipeline gets the requests from the stage before it, some turns
+later.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Measured:
     :param slack: memory that PyTorch's allocator keeps in addition to the largest sum of tensors.
     :param phases: peak of the tensors in each phase, by the phase's name.
     :param failure: reason why the need is not known; empty if the need is known.
-    :param stopped: whether the rehearsal ended early, before memory ran out.
+    :param stopped: whether the rehearsal ended early because little memory was left.
     :param seconds: seconds of each phase that began, and of the whole rehearsal.
     :param missed: kinds of the phases whose sizes no forward pass had, by the phases' names.
     :param fewer_requests: limit of concurrent requests for which there is memory; 0 for the server's own limit.
@@ -104,7 +104,8 @@ class Measured:
 
 
 def timeout_s() -> float:
-    """Return the seconds after which no further phase begins, within the time limit of the engine's warm-up request."""
+    """Return the seconds after which no further phase begins: at most half of the engine's limit for its warm-up
+    request."""
     # The warm-up request waits for the rehearsal, and takes time itself.
     return min(REHEARSAL_TIMEOUT_S, warmup_limit_s() / 2)
 
@@ -302,7 +303,7 @@ class Rehearsal:
     def _fits(self, estimate: Estimate) -> bool:
         """Return whether there is memory for a forward pass of the estimated size.
 
-        The estimate counts only tensors, as if the allocator could use all of its memory for them.
+        The result may be too optimistic: it assumes that the allocator can use all of its memory for tensors.
         """
         self._read_memory()  # the last reading was before the last forward pass's sampling
         peak_bytes = self._phases.get(estimate.name) or self._peaks.get(estimate.name)

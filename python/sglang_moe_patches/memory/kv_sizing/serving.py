@@ -30,8 +30,8 @@ from sglang_moe_patches.memory.kv_sizing.sizing import LOW_MARGIN_FRACTION, form
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts, parts_of, set_allocator_size
 
 SAMPLE_INTERVAL_S = 1.0
-"""Seconds between two readings of the free memory. PyTorch's allocator keeps the memory of forward passes, so that a
-reading includes the forward passes since the last reading."""
+"""Seconds between two readings of the free memory. A reading also shows the memory of forward passes that have ended,
+because PyTorch's allocator keeps it."""
 SHORT_REPORT, HELD_REPORT = "memory is short", "only cached prefixes use slots of the tail"
 """Names of two flags by which a rank reports to rank 0 on the board (:class:`.ranks.Board`): the rank is short of
 memory, or cached prefixes still use slots that the rank must free. The number of earlier orders is appended to each
@@ -61,7 +61,7 @@ class EvictPrefixes(Order):
 
 
 class FreeMemory:
-    """Reader of the free memory of one rank's GPU. It reads at intervals.
+    """Reader of the free memory of one rank's GPU, and the time of its next reading.
 
     :param read: function that returns the bytes that are free now.
     :param margin: bytes that must stay free.
@@ -79,8 +79,8 @@ class FreeMemory:
         self.next_reading = self.clock() + SAMPLE_INTERVAL_S
 
     def measure_shortage(self) -> int:
-        """Read the free memory, and return the number of bytes by which it is less than the margin; 0 if at least half
-        of the margin is free."""
+        """Read the free memory, and return the number of bytes to free until the whole margin is free again. If at
+        least half of the margin is free, nothing needs to be freed, and the result is 0."""
         free = self._read().free
         self.lowest = min(self.lowest, free)
         return self.margin - free if free < LOW_MARGIN_FRACTION * self.margin else 0
@@ -108,7 +108,8 @@ class Metrics:
     """Metrics of one rank. With ``--enable-metrics``, the endpoint ``/metrics`` reports them.
 
     :param arguments: the server's resolved arguments.
-    :param gpu: number of the rank's GPU, a label of each metric. Ranks of two replicas may have the same rank number.
+    :param gpu: number of the rank's GPU. It is a label of each metric, because ranks of two replicas may have the same
+        rank number.
     """
 
     def __init__(self, arguments: Mapping[str, Any], gpu: int) -> None:
@@ -152,8 +153,7 @@ class Serving:
     """Watch the free memory of one rank, from the first user's request on.
 
     If memory is short, rank 0 orders all ranks to shrink their KV cache to the same size, the goal. Each rank keeps
-    room for its own longest request until this request has ended. With data-parallel attention, another rank may have a
-    longer request than rank 0.
+    room for its own longest request until this request has ended, so a rank may reach the goal later than rank 0.
 
     :param board: board on which ranks report to rank 0.
     :param metrics: metrics of the rank.
@@ -541,7 +541,7 @@ class Retirement:
         Call this method only between two turns of the scheduler. Do not call it between the allocator's
         ``free_group_begin`` and ``free_group_end``.
 
-        :param spare: limit of the tokens to withdraw from the KV cache of each kind of layers.
+        :param spare: limit of the tokens to withdraw, for each kind of layers.
         :returns: whether fewer slots of the tail are held than before.
         """
         if self.is_done:
@@ -598,8 +598,8 @@ class Retirement:
 
 
 def is_penalized(request: Any) -> bool:
-    """Return whether a request is penalized: its sampling allocates numbers for every request of the batch and every
-    token of the vocabulary.
+    """Return whether a request is penalized: its sampling, such as with a logit bias, allocates numbers for every
+    request of the batch and every token of the vocabulary.
 
     :param request: the engine's ``Req``.
     """
@@ -625,8 +625,8 @@ def beam_width(request: Any) -> int:
 
 
 def batch_is_penalized(batch: Any) -> bool:
-    """Return whether a batch is penalized: its sampling allocates numbers for every request of the batch and every
-    token of the vocabulary.
+    """Return whether a batch is penalized: its sampling, such as with a logit bias, allocates numbers for every request
+    of the batch and every token of the vocabulary.
 
     The engine keeps the tensors of a logit bias and of ``min_p`` until the batch is empty, even if the request that
     asked for them has ended. This function reads only attributes of the batch, so that its time does not depend on the
@@ -708,7 +708,7 @@ class RequestLimit:
 
 
 def limit_requests(scheduler: Any, requests: int, penalized: int) -> None:
-    """Wrap three methods of a scheduler, so that a :class:`RequestLimit` bounds the requests that it admits."""
+    """Limit the requests that a scheduler admits to a batch (:class:`RequestLimit`), by wrapping three methods."""
     limit = RequestLimit(scheduler, requests, penalized)
     queue, get_batch = scheduler._add_request_to_queue, scheduler.get_new_batch_prefill
     allocatable = scheduler.get_num_allocatable_reqs

@@ -1,6 +1,6 @@
 """Decide on the KV cache size. The module has pure functions, and the limits that they use.
 
-A *rehearsal* runs a server's largest forward passes before its first request. Each run of the rehearsal is a *pass*.
+A *rehearsal* runs a server's largest forward passes before its first request. A start may have several rehearsals.
 The *need* is the memory that the server takes in addition to weights and KV cache. The *margin* is the memory that must
 stay free. The engine's *fraction* is ``--mem-fraction-static``.
 """
@@ -15,8 +15,8 @@ from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 
 MORE_REQUESTS_FRACTION = 1 / 32
 """Largest fraction of the KV cache that the server gives up to run more requests at once than the largest decode graph
-has. The fraction is small because a request takes about 2 MB in a decode, but tens of times as much in the KV
-cache."""
+has. Requests for which a decode needs more memory hardly fit into the KV cache: there, a request takes tens of times
+its 2 MB in a decode."""
 MIN_FREE_BYTES = 1_000_000_000
 """Free memory that a forward pass of the rehearsal must leave, in bytes. If it leaves less, the rehearsal ends early,
 because the next forward pass might run out of memory. The need of the forward passes that did not run is then not
@@ -30,8 +30,8 @@ whole margin is free again."""
 FRACTION_STEP = 0.0001
 """Step to which a ``--mem-fraction-static`` is rounded. One step is 15 MB of an H200's 150,109,880,320 bytes."""
 MAX_PASSES = 3
-"""Limit of passes (runs of the rehearsal) in one start. A first pass that starts over does not count. Another pass is
-needed if a new KV cache size makes a forward pass larger, or makes a further kind of forward pass possible."""
+"""Limit of rehearsals in one start. A first rehearsal that starts over does not count. Another rehearsal is needed if a
+new KV cache size makes a forward pass larger, or makes a further kind of forward pass possible."""
 SHOWN_PHASES = 3
 """Number of phases in the log line about the largest phases."""
 
@@ -87,7 +87,7 @@ class RankNeed:
     :param fits: number of KV cache tokens that fit into memory in addition to the need and the margin.
     :param need: measured bytes of forward passes, CUDA graphs and buffers, in addition to weights and KV cache.
     :param failure: reason why the need is not known; empty if it is known.
-    :param stopped: whether the rehearsal ended early, before memory ran out.
+    :param stopped: whether the rehearsal ended early because little memory was left.
     :param missed: phases that the rehearsal did not reach. The key is the phase's name, and the value is its kind.
     :param fewer_requests: largest number of concurrent requests for which there is memory; 0 if there is memory for as
         many requests as the server allows.
@@ -116,9 +116,10 @@ def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[
     All ranks get the same size. Usually this is the number of tokens that fits on the rank with the least memory.
 
     :param now: tokens for which memory is mapped now.
-    :param most: tokens for which addresses are reserved, or the user's limit if it is smaller.
+    :param most: largest KV cache size that is allowed.
     :param least: smallest KV cache size that is allowed.
-    :returns: the number of tokens, and a reason. The reason is empty if the number follows from the measured memory.
+    :returns: the number of tokens, and the reason for it, such as a failed rehearsal. The reason is empty if the number
+        follows from the measured memory.
     """
     if failures := [f"rank {rank}: {need.failure}" for rank, need in enumerate(needs) if need.failure]:
         return now, f"the rehearsal failed: {'; '.join(failures)}"

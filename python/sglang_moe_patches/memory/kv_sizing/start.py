@@ -3,10 +3,10 @@
 :meth:`ServerStart.start_up` is the start from top to bottom, the same on every rank. A *turn* is one iteration of the
 scheduler's event loop. The start runs between turns.
 
-A *rehearsal* runs the server's largest forward passes before the first user's request, and measures their memory. One
-run of the rehearsal is a *pass*; its parts are *phases*. The *need* is the memory that forward passes, CUDA graphs and
-buffers take in addition to weights and KV cache. The *margin* is the memory that stays free. An *order* is a message of
-rank 0 that all ranks carry out in the same turn.
+A *rehearsal* runs the server's largest forward passes before the first user's request, and measures their memory. Its
+parts are *phases*. A start has one to three rehearsals, its *passes*. The *need* is the memory that forward passes,
+CUDA graphs and buffers take in addition to weights and KV cache. The *margin* is the memory that stays free. An *order*
+is a message of rank 0 that all ranks carry out in the same turn.
 
 Failures in a start have these effects:
 
@@ -42,12 +42,12 @@ from sglang_moe_patches.memory.kv_sizing.sizing import LaunchMemory, RankNeed, f
 from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 
 IDLE_SLEEP_S = 0.001
-"""Seconds that the scheduler sleeps in an idle turn during a rehearsal, with ``--sleep-on-idle``. The engine's sleeper
-would wait up to a second for a user's request, and no user's request is read before the server serves. Without any
-sleep the ranks of a server would keep all processors busy."""
+"""Seconds that an idle scheduler sleeps in each iteration of its event loop during a rehearsal, with
+``--sleep-on-idle``. The engine's own sleep of up to a second would make the rehearsal slow. Without any sleep the ranks
+of a server would keep all processors busy."""
 EXCHANGE_WAIT_S = 60.0
-"""Seconds that rank 0 waits in an exchange for the values of the other ranks. The other ranks wait for rank 0 without a
-limit."""
+"""Seconds that rank 0 waits for a value of every other rank, such as its measured need. The other ranks wait for rank 0
+without a limit."""
 EXCEPTION_WAIT_S = 30.0
 """Seconds that a rank waits for the other ranks if its rehearsed forward pass fails. If they do not all fail in this
 time, the server ends."""
@@ -64,12 +64,12 @@ def log_on_rank_0(leads: bool, message: str, *, warn: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Step of a start in which each rank publishes a value, and every rank gets the values of all ranks.
+    """Step of a start in which each rank publishes a value, such as its need, and gets the values of all ranks.
 
-    Rank 0 polls for the values without blocking, and broadcasts the list. Users' requests wait meanwhile. A rank that
-    does not publish in time has ``None`` in the list; rank 0's own value is always there.
+    Rank 0 collects the values, and broadcasts them as a list. Users' requests wait meanwhile. A rank that does not
+    publish within :data:`EXCHANGE_WAIT_S` seconds has ``None`` in the list. Rank 0's own value is always there.
 
-    :param topic: name of the exchange; each name is used once in a start.
+    :param topic: name under which the ranks publish, such as ``measured 1``; each name is used once in a start.
     :param value: value of this rank. The values of all ranks have the same type.
     """
 
@@ -78,9 +78,9 @@ class Exchange:
 
 
 Start = Generator[Exchange | Rehearsal, Any, None]
-"""Generator of the steps of a start. After an :class:`Exchange`, the generator resumes with the values of all ranks.
-After a :class:`.Rehearsal`, it resumes with the rehearsal's result, or with ``None`` if rank 0 did not wait for this
-rank any longer."""
+"""Generator of the steps of a start. After an :class:`Exchange`, it resumes with the values of all ranks. After a
+:class:`.Rehearsal`, it resumes with the rehearsal's result, or with ``None`` if rank 0 no longer waits for the end of
+this rank's rehearsal."""
 
 
 # --- The start --------------------------------------------------------------------------------------------------------
@@ -91,13 +91,13 @@ class Reservation:
     """KV cache of one rank over reserved addresses, and the facts from which its first size was computed.
 
     :param pools: the rank's KV cache.
-    :param launch: the rank's memory before the engine made its pools.
+    :param launch: the rank's memory before the engine made the KV cache.
     :param gpu: index of the rank's GPU.
     :param leads: whether this is rank 0.
     :param margin: bytes that stay free.
     :param bytes_per_token: KV cache bytes of one token on this rank.
-    :param raised_tokens: tokens that the KV cache has in addition to the engine's rule, because the rehearsal begins
-        with a larger fraction.
+    :param raised_tokens: tokens by which the KV cache begins larger than by the engine's rule, because the rehearsal
+        needs them; 0 if it needs none.
     :param max_tokens: ``--max-total-tokens``; 0 if not given.
     :param fraction_is_given: whether the user gave ``--mem-fraction-static``.
     """
@@ -117,12 +117,12 @@ class ServerStart:
     """Start of one scheduler process, from the first turn of its event loop until it serves.
 
     :param reservation: this rank's KV cache.
-    :param release: function to call when the number of tokens is final. The launcher then learns the number.
+    :param release: function that sends the final number of tokens to the launcher.
     """
 
     board: ranks.Board
     _limits: phases.Limits
-    """Limits of the forward passes in the rehearsal that began last."""
+    """Limits of the forward passes in the latest rehearsal."""
 
     def __init__(self, scheduler: Any, reservation: Reservation, release: Callable[[], None]) -> None:
         self.scheduler, self._release = scheduler, release
@@ -132,16 +132,15 @@ class ServerStart:
         self.metrics = serving.Metrics(arguments_of(scheduler.server_args), reservation.gpu)
         self.orders = ranks.Orders(scheduler, self.obey)
         self.needs: list[RankNeed] = []
-        """Memory needs (:class:`.RankNeed`) of all ranks, by the last rehearsal."""
+        """Memory needs (:class:`.RankNeed`) of all ranks after the latest rehearsal."""
         self._rehearsal: Rehearsal | None = None
         self._serving: serving.Serving | None = None
         self._pass = self._fewer_requests = self._exceptions = 0
         self._has_started_over = self._limits_penalized = False
         self._sleeper = Patcher()
         """Patch that shortens the sleep of ``--sleep-on-idle`` until the server serves."""
-        # The following numbers are maxima over all passes since the start began, or since it started over. A later pass
-        # runs only the phases that have become larger. `Measured.expected`, of a phase that did not run, is left out,
-        # because this phase runs in the next pass.
+        # The following numbers cover all rehearsals, because a later rehearsal runs only the phases that have become
+        # larger. The estimate `Measured.expected` is not among them, because its phase runs in the next rehearsal.
         self._need = self._bytes_before = self._slack_bytes = self._graph_bytes = 0
         self._seconds, self._phases = dict[str, float](), dict[str, int]()
 
@@ -178,9 +177,9 @@ class ServerStart:
         self._release()
 
     def start_up(self) -> Start:
-        """Yield the steps of the start: measure, resize, serve. After each step, all ranks resume in the same turn.
+        """Measure the need, resize the KV cache, and serve. Yield each step that all ranks take together.
 
-        All ranks get the same values from an exchange, so they make the same decisions.
+        All ranks resume with the same values in the same turn, so they make the same decisions.
         """
         failure = ""
         while True:
@@ -213,7 +212,7 @@ class ServerStart:
         self._serve()
 
     def obey(self, order: ranks.Order) -> None:
-        """Carry out an order of rank 0, between two turns."""
+        """Carry out a message of rank 0, such as the order to shrink the KV cache, as all ranks do in this turn."""
         if self._serving is not None:
             self._serving.obey(order)
         elif isinstance(order, ResumeStart):
@@ -256,7 +255,7 @@ class ServerStart:
         return ""
 
     def run_event_loop(self, run: Callable[[], Any]) -> Any:
-        """Run the scheduler's event loop to its end, and begin it again after an exception that the server survives.
+        """Run the scheduler's event loop to its end. Begin it again if a rehearsed forward pass fails on all ranks.
 
         :param run: the engine's event loop.
         """
@@ -309,7 +308,7 @@ class ServerStart:
     # --- 2. Grow, or shrink --------------------------------------------------------------------------------------
 
     def _need_to_publish(self, measured: Measured | None) -> RankNeed:
-        """Return the need of this rank, as the rank publishes it after a rehearsal.
+        """Return the memory need that this rank publishes to the other ranks after a rehearsal.
 
         :param measured: result of this rank's rehearsal; ``None`` if rank 0 did not wait for its end.
         """
@@ -358,8 +357,8 @@ class ServerStart:
         """Decide on the KV cache size of the server, from the needs of all ranks.
 
         :param needs: needs of all ranks; ``None`` in the place of a rank that has published none.
-        :returns: three values: the size in tokens; the reason why this is not the size that fits into memory, or empty
-            if it is; whether the rehearsal of any rank ended early.
+        :returns: the size in tokens, the reason for it, and whether little memory was left in the rehearsal of a rank.
+            The reason is empty if the size follows from the measured memory. After a failure the last value is False.
         """
         now = self.pools.counts.tokens
         known = [need for need in needs if need is not None]
@@ -375,16 +374,14 @@ class ServerStart:
         return tokens, reason, any(need.stopped for need in known)
 
     def _requests_to_start_over(self, rank_0: RankNeed, is_smaller: bool, ended_early: bool) -> int | None:
-        """Return the number of requests with which the first rehearsal starts over; ``None`` if it does not start over.
+        """Return the limit of concurrent requests with which the first rehearsal starts over; 0 to limit only penalized
+        requests; ``None`` if the rehearsal does not start over.
 
         If ``--max-running-requests`` is not given, the rehearsal also runs decodes of more requests than the largest
-        CUDA graph has. If these decodes would make the KV cache smaller than the engine's own, the rehearsal starts
-        over with fewer requests.
-
-        The result 0 means that the number of requests stays, and only the number of penalized requests is limited.
+        CUDA graph has. It starts over if these decodes would make the KV cache smaller than the engine's own.
 
         :param is_smaller: whether the KV cache becomes smaller.
-        :param ended_early: whether the rehearsal of any rank ended early, and none failed.
+        :param ended_early: whether little memory was left in the rehearsal of a rank, and no rehearsal failed.
         """
         if self._pass > 1:
             return None
@@ -408,9 +405,9 @@ class ServerStart:
         return self._begin_next(phases.derive_phases)
 
     def _map_on_all_ranks(self, tokens: int) -> Generator[Exchange, Any, str]:
-        """Map memory for a number of tokens on every rank, and yield the exchange of the results.
+        """Map memory for a number of tokens on this rank, and yield to learn whether the other ranks have done so, too.
 
-        :returns: the reason why a rank has not mapped the memory; empty if all ranks have mapped it.
+        :returns: the reason why not all ranks have mapped the memory; empty if all have.
         """
         problems = yield Exchange(f"mapped {self._pass}", self._try_to_map(tokens))
         if None in problems:
@@ -429,8 +426,8 @@ class ServerStart:
     def _set_cache_size(self, tokens: int) -> str:
         """Set the KV cache size in all objects of the engine, and unmap the memory of all slots after this size.
 
-        :returns: the reason why the engine keeps a smaller size; empty if it has the new size. The reason is the same
-            on every rank, because all ranks have objects of the same kinds.
+        :returns: the reason why the engine does not accept the size; empty if it does. The reason is the same on every
+            rank, because all ranks have objects of the same kinds.
         """
         counts, problem = self.pools.counts_for(tokens), ""
         try:
@@ -451,11 +448,10 @@ class ServerStart:
     def _derive_next_pass(
         self, missed: tuple[phases.PhaseKind, ...]
     ) -> Callable[[phases.Limits], list[phases.Phase]] | None:
-        """Return a function that derives the phases of another pass.
+        """Return a function that derives the phases of another rehearsal: phases that are larger with the new KV cache
+        size, and phases that were not reached (``missed``).
 
-        Phases that were not reached (``missed``) run again. So do phases that are larger with the new KV cache size.
-
-        :returns: ``None`` if no phase has to run again, or no pass is left. The answer is the same on every rank.
+        :returns: ``None``, on all ranks, if there is no such phase, or after :data:`.sizing.MAX_PASSES` rehearsals.
         """
         before, passes = self._limits, self._pass - self._has_started_over
         if passes >= sizing.MAX_PASSES or not phases.derive_second_pass(before, self._limits_in_force(), missed):
@@ -467,9 +463,9 @@ class ServerStart:
 
         There are two exceptions:
 
-        - If the user has set a limit, the user's limit stays. The number of requests in a batch with a penalized
-          request is limited only if the rehearsal has started over with fewer penalized requests.
-        - If the KV cache keeps the engine's size, nothing is limited, unless the rehearsal has started over.
+        - If the user has set a limit, only batches with a penalized request get a lower limit, and only if the
+          rehearsal has started over with fewer penalized requests.
+        - If the KV cache keeps its first size and the rehearsal has not started over, nothing is limited.
 
         :param rank_0: need of rank 0, which contains the limits.
         """
@@ -488,7 +484,7 @@ class ServerStart:
     def _log_size(self, reason: str) -> None:
         """Log the final KV cache size, and set the metrics.
 
-        :param reason: reason why the size is not the size that fits into memory; empty if it is.
+        :param reason: why the KV cache does not have the size that fits into memory; empty if it has.
         """
         rule, now = self._tokens_by_rule(), self.pools.counts.tokens
         state = "grown" if now > rule else "shrunk" if now < rule else "rule"
@@ -531,8 +527,8 @@ class ServerStart:
         )
 
     def _tokens_by_rule(self) -> int:
-        """Return the KV cache size of a stock server, in tokens: by the user's ``--mem-fraction-static``, or by the
-        engine's own. If the rehearsal began with a larger fraction, the KV cache began with more tokens."""
+        """Return the KV cache size of a stock server, in tokens. The KV cache may have begun with more tokens, because
+        the rehearsal needed them."""
         return max(0, self.pools.first.tokens - self.reservation.raised_tokens)
 
     def _set_metrics(self, state: str, reason: str) -> None:
@@ -545,7 +541,7 @@ class ServerStart:
     # --- 3. Serve ------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Let the scheduler read users' requests, and watch free memory in each turn from now on."""
+        """Let the scheduler read users' requests, and watch the GPU's free memory from now on."""
         self.orders.read_instead = None
         self._sleeper.undo()
         try:
@@ -566,9 +562,9 @@ class ServerStart:
 
 @dataclass(frozen=True)
 class ResumeStart(ranks.Order):
-    """Order of rank 0 that ends an exchange. Every rank resumes its start with the values of all ranks.
+    """Message of rank 0 with the values of all ranks (:class:`Exchange`). Every rank resumes its start with them.
 
-    :param topic: name of the exchange.
+    :param topic: name under which the ranks have published the values.
     :param values: values in the order of the ranks; ``None`` for a rank that did not publish in time.
     """
 
@@ -577,7 +573,7 @@ class ResumeStart(ranks.Order):
 
 
 class StartRunner:
-    """Runs the steps of a start on one rank, between the turns of its event loop.
+    """Runs the steps of a start on one rank, between the iterations of its event loop.
 
     :param start: generator of steps, the same on every rank.
     :param leads: whether this is rank 0.
@@ -588,7 +584,7 @@ class StartRunner:
         self._step: Exchange | Rehearsal | None = None
 
     def run(self, result: Any = None) -> None:
-        """Resume the start, and run it up to its next step. The first call begins the start."""
+        """Resume the start with the result of its last step, and run it up to its next step. ``None`` begins it."""
         self._orders.on_turn = lambda: None
         try:
             step = self._start.send(result)
@@ -602,10 +598,10 @@ class StartRunner:
             self._orders.read_instead, self._orders.on_turn = step.poll, step.read_turn_memory
 
     def obey(self, order: ResumeStart) -> None:
-        """Carry out rank 0's order: end the present exchange (:class:`Exchange`), and resume the start with the values
-        of all ranks. Every rank does this in the same turn.
+        """Resume the start with the values of all ranks, which rank 0 has sent. Every rank does this in the same
+        iteration of its event loop.
 
-        If this rank still rehearses, it ends its rehearsal without a result, and publishes no value for the exchange.
+        If this rank still rehearses, its rehearsal ends without a result, because rank 0 no longer waits for it.
         """
         if isinstance(self._step, Rehearsal):
             # Rank 0 no longer waits for this rank, for example because rank 0 could not begin its own rehearsal. Nobody
@@ -626,10 +622,10 @@ class StartRunner:
             )
 
     def _poll(self, step: Exchange, deadline: float) -> list[Any]:
-        """Return the messages that rank 0's scheduler reads in this turn of an exchange.
+        """Return what rank 0's scheduler reads instead of users' requests while rank 0 waits for the other ranks.
 
-        The list is empty while a rank's value is missing. As soon as all ranks have published their values, or after
-        the deadline, the list has one broadcast: the order to resume the start with the values.
+        The list is empty while a rank has not published its value. Afterwards, or after the deadline, the list has one
+        broadcast with the values of all ranks. Every rank then resumes its start.
 
         :param deadline: time after which rank 0 no longer waits, by ``time.monotonic``.
         """
