@@ -118,8 +118,8 @@ def describe_differences(release: str, found: dict[str, Any]) -> list[str]:
     """Compare a release with the release before it.
 
     :param found: the records of all releases, oldest first.
-    :returns: a heading, one line for each of this package's changes, and one line for the tests. A line begins with "!"
-        if its content differs from the earlier release.
+    :returns: a heading, one line for each of this package's changes, and one line for the tests. A "!" marks each line
+        that differs from the earlier release.
     """
     names = list(found)
     earlier = names[names.index(release) - 1] if release != names[0] else ""

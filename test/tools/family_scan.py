@@ -68,14 +68,12 @@ def scan(folder: Path) -> dict[str, str]:
 
 
 def _may_be_plain(value: ast.expr, function: ast.FunctionDef) -> bool:
-    """Return whether a layer's declaration allows the residual to be a plain sum. A declaration says how the layer
-    reads or updates the residual.
+    """Return whether an argument that says how a layer reads or updates the residual may mean a plain sum.
 
-    A plain sum is allowed if one of the declaration's possible values is in :data:`_PLAIN`, or if the code names no
-    value.
+    It may mean a plain sum if one of its possible values is in :data:`_PLAIN`, or if the code names no value.
 
-    :param value: value of a keyword argument in :data:`_RESIDUAL_KEYWORDS`.
-    :param function: function that contains the declaration.
+    :param value: expression that is passed as one of :data:`_RESIDUAL_KEYWORDS`.
+    :param function: function that contains the expression.
     """
     names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     for statement in ast.walk(function):

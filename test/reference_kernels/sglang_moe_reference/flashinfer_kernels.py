@@ -262,8 +262,8 @@ def trtllm_fp4_block_scale_routed_moe(
     :param topk_ids: int32 [tokens, top_k], global expert id << 16 | the bits of the bfloat16 routing weight. Newer
         releases pass a tuple instead: ids int [tokens, top_k], and weights bfloat16 or float32 [tokens, top_k]. An id
         that does not belong to a local expert contributes nothing.
-    :returns: as ``trtllm_fp4_block_scale_moe``. If ``do_finalize`` is false, weights from a tuple are returned
-        unchanged.
+    :returns: as ``trtllm_fp4_block_scale_moe``. If ``do_finalize`` is false and ``topk_ids`` is a tuple, expert_weights
+        are the weights of the tuple.
     """
     if isinstance(topk_ids, torch.Tensor):
         ids, weights = _unpack_topk(topk_ids)
@@ -310,11 +310,13 @@ def trtllm_fp4_block_scale_moe(
     :param output: bfloat16 [tokens, up to hidden], contiguous: it is written and returned. None: a tensor is allocated.
         Ignored if ``do_finalize`` is false.
     :param layer: see :class:`_Layer`.
-    :returns: [output], bfloat16 [tokens, hidden]. If ``do_finalize`` is false, three tensors. gemm2_output, bfloat16
-        [tokens * top_k, hidden], has the rows of each expert side by side. (The real kernel pads them to tiles and
-        returns more rows.) expert_weights is bfloat16 [tokens, top_k]. expanded_idx_to_permuted_idx, int32 [tokens *
-        top_k], has the row of each (token, slot), or -1 if the expert is on another rank. Rows that no index names are
-        not written.
+    :returns: [output], bfloat16 [tokens, hidden]. If ``do_finalize`` is false, three tensors:
+
+        - gemm2_output, bfloat16 [tokens * top_k, hidden]: one row for each (token, slot), sorted by expert. The real
+          kernel returns more rows, because it pads each expert's rows to tiles.
+        - expert_weights, bfloat16 [tokens, top_k].
+        - expanded_idx_to_permuted_idx, int32 [tokens * top_k]: the row of each (token, slot); -1 if its expert is on
+          another rank.
     """
     _check_shape("routing_logits", routing_logits, (layer["hidden_states"].shape[0], num_experts))
     ids, weights = _route(
@@ -422,7 +424,8 @@ def load_weights(
 ) -> torch.Tensor:
     """Decode one expert's weights from the kernel's layout to float64 [rows, K], without the whole-tensor scale.
 
-    :param orders: position of row i in the layout, for codes and for block scales. ``None``: the rows are not shuffled.
+    :param orders: two tensors, for the FP4 codes and for the block scales. Element i is the position of row i in the
+        kernel's layout. ``None``: the rows are not shuffled.
     """
     rows, cols = packed.shape[0], packed.shape[1] * 2 // nvfp4.BLOCK_SIZE
     scales = undo_block_scale_interleave(interleaved_scale, rows, cols)

@@ -332,13 +332,16 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def _blocks(expert: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
-    """Group the slots, which are (token, expert) pairs, by expert. Cut the groups into blocks of at most ``_BLOCK_M``
-    slots.
+    """Sort the slots, which are (token, expert) pairs, by expert. Divide each expert's slots into blocks of at most
+    ``_BLOCK_M`` slots. The number of blocks is the largest that any routing needs, so some blocks may be unused.
 
     :param expert: int64 [slots], the local expert of each slot, or ``experts`` if the slot's expert is on another rank.
-    :returns: int32 tensors on the device. slot: [slots], the slots in the order of their experts. block_expert,
-        block_first, block_end: [blocks], a block's expert (``experts``: unused), its first position in ``slot``, and
-        the position where its expert ends. The number of blocks is the largest that any routing needs.
+    :returns: four int32 tensors:
+
+        - the sorted slots, [slots]
+        - expert of each block, [blocks]; ``experts`` if the block is unused
+        - position of the block's first slot among the sorted slots, [blocks]
+        - position after the last slot of the block's expert, [blocks]
     """
     slots, device = expert.numel(), expert.device
     in_order, slot = expert.sort(stable=True)

@@ -29,20 +29,19 @@ class ChangeStatus(NamedTuple):
 class Memory:
     """Memory figures of one model process. A figure is ``None`` if it was not observed.
 
-    An *observed kernel* is one of ``forwards.KERNELS`` or CuteDSL's wrapper. For any other MoE runner, a whole call of
-    the runner counts as one kernel, whose output tensor is unknown.
+    A *MoE kernel* is one of ``forwards.KERNELS`` or CuteDSL's wrapper. A call of any other MoE runner, such as Triton,
+    counts as one MoE kernel with an unknown output tensor.
     """
 
     device: str | None = None
     """Type of the device: 'cpu' or 'cuda'; ``None`` before the first forward pass."""
     peak_forward_bytes: int | None = None
-    """Peak of the bytes that the forward pass with the most tokens allocates; ``None`` without CUDA. Of several forward
-    passes with the most tokens, the smallest peak counts, because a peak may contain workspaces that a library
-    allocates only once."""
+    """Peak of the bytes that the forward pass with the most tokens allocates; ``None`` without CUDA. If several forward
+    passes have equally many tokens, the smallest peak counts, because the first peak may include workspaces that a
+    library allocates only once."""
     live_at_kernel_bytes: int | None = None
-    """Growth of the memory of tensors, in bytes, from the start of the forward pass with the most tokens to the start
-    of a MoE kernel. Of all MoE kernels of the forward pass, the largest growth counts. Of several forward passes with
-    the most tokens, the smallest growth counts."""
+    """Largest number of bytes that the forward pass with the most tokens had allocated when one of its MoE kernels
+    started. If several forward passes have equally many tokens, the smallest of their numbers counts."""
     tokens: int = 0
     """Largest number of tokens in one forward pass."""
     forwards: int = 0
@@ -59,8 +58,7 @@ class Memory:
     """Largest growth of the memory that PyTorch's allocator reserves, since the first forward pass began; ``None``
     without CUDA."""
     slack_bytes: int | None = None
-    """Difference between ``reserved_bytes`` and the largest growth of the memory that tensors use; ``None`` without
-    CUDA. Tensors never used this part of the reserved memory."""
+    """Part of ``reserved_bytes`` that tensors never used; ``None`` without CUDA."""
     gpu: str = ""
     """Name of the GPU model; empty without CUDA."""
 
@@ -171,7 +169,8 @@ def collect(folder: Path) -> Process | None:
 
 def merge(records: Sequence[Acts]) -> Acts:
     """Merge the actions of several processes. If several processes recorded the same action in the same layer, the
-    largest numbers count and not the sum, because tensor-parallel ranks perform the same actions."""
+    largest ``times``, ``most`` and ``total`` are kept and not the sums, because tensor-parallel ranks perform the same
+    actions."""
     acts: dict[tuple[Any, ...], Act] = {}
     for act in (act for record in records for act in record.acts):
         known = acts.get(act[:3], act)

@@ -51,8 +51,8 @@ class Observer:
         self.tokens = 0
         """Tokens of the current forward pass."""
         self.is_measuring = False
-        """Whether the memory of the current forward pass is recorded. It is recorded if no earlier forward pass had
-        more tokens."""
+        """Whether the memory of the current forward pass is recorded. On a GPU, it is recorded unless an earlier
+        forward pass had more tokens; on a CPU, unless an earlier one had as many or more."""
         self.kernels = 0
         """Number of MoE kernels that the current forward pass has started."""
         self.buffers = 0
@@ -60,8 +60,7 @@ class Observer:
         self.unknown_outputs = 0
         """Number of MoE kernels of the current forward pass whose output tensor is not known."""
         self.live = 0
-        """Bytes that the current forward pass had allocated when a MoE kernel started: the largest value of all MoE
-        kernels of this forward pass so far."""
+        """Largest number of bytes, so far, that the current forward pass had allocated when a MoE kernel started."""
         self.wrappers: WeakSet[Any] = WeakSet()
         """CuteDSL's wrapper objects that ran a kernel."""
         self.tally: counting.Tally | None = None
@@ -135,8 +134,8 @@ class Observer:
     def end_kernel(self, result: Any) -> None:
         """Observe the return of a kernel whose output tensor was not known when the kernel started.
 
-        :param result: the output tensor, or a list that begins with the output tensor; ``None`` if a later kernel sums
-            over the top-k and writes the layer's output, or if the output is not known.
+        :param result: the output tensor, or a list that begins with the output tensor; ``None`` if the layer's output
+            tensor is still not known, for example because a later kernel writes it.
         """
         if result is None:
             self.unknown_outputs += 1
@@ -186,7 +185,8 @@ class Observer:
 
 
 def _without_counts(acts: events.Acts) -> Any:
-    """Return the actions without their numbers of calls. Two results differ only if a change did something new."""
+    """Return the actions without their numbers of calls, so that two results differ only if a change did something
+    new."""
     return acts.layers, acts.largest, {act._replace(times=0, total=0) for act in acts.acts}
 
 

@@ -282,10 +282,8 @@ def _find_unsupported_residual(first: Any) -> str:
 
 
 def _find_unsupported_attention(first: Any) -> str:
-    """Return the reason why the memory of a model's attention cannot be predicted; empty if it can be predicted.
-
-    Models with an unsupported attention have keys in their configuration that no other model has.
-    """
+    """Return the reason why the memory of a model's attention cannot be predicted; empty if it can be
+    predicted."""
     for keys, why in (
         (("compress_ratios", "o_lora_rank"), "attends to compressed keys"),
         (("index_topk", "sparse_attention_config"), "attends to keys that an indexer chooses"),

@@ -423,7 +423,7 @@ def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: in
     :param traced: whether prefills run in piecewise graphs. The layers of such a graph offer no dead input.
     :param ranks: number of ranks of data-parallel attention. The layer's input has the tokens of one rank, and the
         activation has the tokens of all ranks.
-    :param inner: columns of the activations of all experts to which a token is routed, together.
+    :param inner: columns of a token's activations: top-k times the intermediate size.
     :param hidden: columns of the layer's input.
     """
     impossible = set()
@@ -448,8 +448,8 @@ def _copied_fp8_outputs() -> list[str]:
     """Return the kinds of FP8 quantization for which the engine copies the output of TRT-LLM's kernel. The engine
     copies the output if it passes no output tensor to the kernel.
 
-    The function counts the copies in the engine's code. If the engine copies only one output, as in 0.5.17, this is the
-    output for inputs with one scale for each row.
+    The function counts the copies in the engine's code. A single copy, as in 0.5.17, is for inputs with one scale for
+    each row.
     """
     name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
     run = (
@@ -590,10 +590,10 @@ def _build_model(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
 
 
 def _keep_attributes_of_fake_tensors() -> None:
-    """Add the attributes that the engine's models read to parameters that are fake tensors.
+    """Make parameters that are fake tensors keep the attributes that the engine passes to their constructors, because
+    the engine's models read these attributes.
 
-    The engine passes the attributes to its own parameter classes. But for a fake tensor, PyTorch makes a parameter of
-    the plain class, which does not store the attributes.
+    For a fake tensor, PyTorch makes a parameter of the plain class, which does not store the attributes.
     """
     from sglang.srt.layers.parameter import BasevLLMParameter
 

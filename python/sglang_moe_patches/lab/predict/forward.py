@@ -147,8 +147,8 @@ def predict(
     In a stock server, these tensors are alive while the MoE runner works: the residual, the layer's input (which no
     code reads any more), the MoE input, the output of separate shared experts, the latents of queries, keys and values,
     and an output tensor that the NVFP4 kernel receives. With the changes, on DeepSeek's architecture, the shared
-    experts run last and the latents are freed. The NVFP4 kernels then write their output into the layer's input. Triton
-    does the same if the shared experts run last.
+    experts run last and the latents are freed. The NVFP4 kernels and Triton then write their output into the layer's
+    input.
 
     :param model: sizes of the model. Shared experts that the engine runs as routed ones are counted as routed.
     :param layout: layout with tensor parallelism, or with expert parallelism without all-to-all. Data-parallel

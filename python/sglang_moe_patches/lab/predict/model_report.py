@@ -148,7 +148,7 @@ def describe_fp4_weights(
 
     :param answer: status and reason of the change.
     :param stock: memory of the stock server after loading and while loading; ``None`` if it is not known.
-    :param fit: the same for the patched server.
+    :param fit: memory of the patched server, like ``stock``.
     """
     row = _start_row("fp4-weights", answer)
     if answer["status"] not in ACTIVE:
@@ -212,7 +212,8 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
 
 INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **forward.FP8_INPUT_BYTES}
 """Bytes that quantization adds for each element of the input of TRT-LLM's kernels. The 16-bit element itself is not
-counted. The key is a value of :attr:`Server.quantization`, or of :attr:`Server.format` without quantized inputs."""
+counted. The key is a value of :attr:`Server.quantization`, or of :attr:`Server.format` if ``quantization`` is
+``None``."""
 
 
 def predict(
@@ -369,8 +370,8 @@ def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], fold
 
     :param target: content of the target model's ``config.json``.
     :param folder: folder to create for the stand-in.
-    :returns: the server's arguments with the stand-in, and the name of the missing draft model; empty if no draft model
-        is missing.
+    :returns: the server's arguments with the stand-in, and the name of the missing draft model. The name is empty if no
+        draft model is missing.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", dest="draft")

@@ -300,8 +300,8 @@ class Room:
     def short_of(self) -> list[str]:
         """Situations in which the server runs out of memory; empty if there are none.
 
-        The result is one of three: :data:`GRAPHS` alone; all kinds of forward passes that do not fit, such as
-        :data:`PREFILL`; or :data:`MIXED_LOAD` alone.
+        If the graphs do not fit, the list has only :data:`GRAPHS`. Otherwise it has the kinds of forward passes that do
+        not fit, such as :data:`PREFILL`. If every kind fits, the list can still have :data:`MIXED_LOAD`.
         """
         if self.need is None or not self.fit.starts:
             return []

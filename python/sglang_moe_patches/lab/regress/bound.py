@@ -61,8 +61,8 @@ def p_value(questions: int, losses: int, gains: int, drop: float) -> float:
 def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, threshold: float) -> float:
     """Return the upper end of the one-sided confidence interval of the drop, at the level ``1 - alpha``.
 
-    :param threshold: a drop, as a share. If and only if :func:`p_value` of this drop is at most ``alpha``, the result
-        is at most ``threshold``.
+    :param threshold: drop with which the caller compares the result. The result is at most ``threshold`` exactly if
+        :func:`p_value` of ``threshold`` is at most ``alpha``.
     :returns: the drop as a share of the questions, accurate to 0.0001.
     """
     is_below = p_value(questions, losses, gains, threshold) <= alpha
@@ -83,8 +83,7 @@ def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, thres
 def min_questions(drop: float, alpha: float) -> int:
     """Return the smallest number of questions with which a run can show that the accuracy drops by less than ``drop``.
 
-    This number suffices in the best case: no question is answered correctly by only one of the two servers. The run
-    then has neither losses nor gains.
+    This number suffices in the best case: the run has neither losses nor gains.
     """
     # if the share of losses is `drop`, a run without any loss is improbable
     questions = ceil(log(alpha) / log(1 - drop))
@@ -125,8 +124,8 @@ def pass_probability(questions: int, drop: float, alpha: float, losses: float, g
 
 
 def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """Return the most likely rate of gains, if the rate of losses is the rate of gains plus ``drop``. At this rate, the
-    derivative of the likelihood is zero."""
+    """Return the rate of gains that makes a run most likely, if the true drop is ``drop``. The rate solves a quadratic
+    equation: the derivative of the likelihood is zero."""
     import numpy as np
 
     linear = 2 * questions * drop - losses * (1 + drop) - gains * (1 - drop)
@@ -136,8 +135,8 @@ def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> 
 
 
 def _variance(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """Return the variance of (losses - gains) for one question. The rates of losses and gains are those that differ
-    by ``drop`` and make the run most likely."""
+    """Return the variance of one question's outcome (1 for a loss, -1 for a gain, else 0), if the true drop is
+    ``drop``. The rate of gains is :func:`_likeliest_gains`."""
     return 2 * _likeliest_gains(questions, losses, gains, drop) + drop - drop * drop
 
 
@@ -156,8 +155,8 @@ def _max_losses(questions: int, score: float, drop: float) -> Any:
 
     The function finds the numbers by bisection, because each further loss lowers the score.
 
-    :returns: array of shape [questions + 1], indexed by the number of gains. The value is -1 if a run without losses
-        has a lower score.
+    :returns: array of shape [questions + 1], indexed by the number of gains. The value is -1 if even a run without
+        losses has a lower score.
     """
     import numpy as np
 
@@ -171,12 +170,12 @@ def _max_losses(questions: int, score: float, drop: float) -> Any:
 
 
 def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any) -> Any:
-    """Return the probability that a run has no more losses than ``max_losses`` allows for the run's number of gains.
-    The result has one probability for each pair of rates.
+    """Return the probability that a run has ``n`` gains and at most ``max_losses[n]`` losses, summed over all ``n``.
 
-    :param max_losses: allowed number of losses for each number of gains: array of shape [questions + 1].
-    :param losses: rates of losses: array of shape [rates].
-    :param gains: rates of gains: array of shape [rates].
+    :param max_losses: largest number of losses for each number of gains: array of shape [questions + 1].
+    :param losses: true rates of losses: array of shape [rates], or one rate.
+    :param gains: true rates of gains, in the same shape as ``losses``.
+    :returns: array of shape [rates].
     """
     import numpy as np
     from scipy.stats import binom
@@ -192,8 +191,8 @@ def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any)
 
 
 def _max_probability(questions: int, score: float, drop: float) -> float:
-    """Return the probability that a run has a score of at least ``score``, if the true drop is ``drop``. The result is
-    the largest probability among all rates of gains on the grid (:data:`GRID_RATES`)."""
+    """Return the probability that a run has a score of at least ``score``, if the true drop is ``drop``. The true rate
+    of gains is not known, so the largest probability for the rates of the grid is returned (:data:`GRID_RATES`)."""
     import numpy as np
 
     rates = (1 - drop) / 2 * (np.arange(GRID_RATES) / GRID_RATES) ** 2
@@ -202,8 +201,8 @@ def _max_probability(questions: int, score: float, drop: float) -> float:
 
 @functools.cache
 def _critical_score(questions: int, drop: float, alpha: float) -> float:
-    """Return the smallest score (:func:`_scores`) that rejects, at the level ``alpha``, the null hypothesis that the
-    accuracy drops by ``drop`` or more."""
+    """Return the smallest score (:func:`_scores`) with which a run shows, at the level ``alpha``, that the accuracy
+    drops by less than ``drop``."""
     low, high = 0.0, 10.0
     while high - low > 1e-4:
         middle = (low + high) / 2

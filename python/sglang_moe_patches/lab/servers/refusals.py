@@ -25,8 +25,8 @@ class Refusal:
     :param instead: advice for the error message, such as another argument.
     :param applies: function that returns whether to reject a value of the argument. An argument without a value has the
         value "".
-    :param ours: whether ``regress`` itself sets the argument on the server's command line. A ``--config`` file may
-        still contain the argument, because the command line overrides the file.
+    :param ours: whether ``regress`` itself sets the argument on the server's command line. The argument is then allowed
+        in a ``--config`` file, because the command line overrides the file.
     """
 
     why: str
