@@ -125,7 +125,7 @@ def installed(*changes: Any) -> Iterator[None]:
 def without_buffer() -> Iterator[None]:
     """Disable the engine's own output buffer within the block. Only newer releases have such a buffer.
 
-    All tests compare answers with the answers of a stock engine without an output buffer.
+    Tests compute their expected answers in such a block.
     """
     from sglang.srt.layers.moe.moe_runner import base
 

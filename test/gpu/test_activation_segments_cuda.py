@@ -224,8 +224,8 @@ class Case:
     """Test case: a kind of server, and an event between two rounds of the same questions.
 
     :param meanwhile: function that causes the event. It receives the server and its model's folder.
-    :param aborts: whether many requests are aborted before the second round. With a draft model, neither a stock nor a
-        patched server then answers for half a minute (0.5.12.post1).
+    :param aborts: whether many requests are aborted before the second round. False with a draft model, because no
+        server would then answer for half a minute (0.5.12.post1).
     """
 
     gpus: int = 1
@@ -327,7 +327,7 @@ def evict_and_reload(server: Server, model: Path) -> None:
 
 
 def serve(case: Case, mode: str, model: Path, work: Path) -> Observations:
-    """Start one server, and run a test case on it.
+    """Start one server, run a test case on it, and return the observations.
 
     :param mode: one of four modes:
 
@@ -371,7 +371,8 @@ def serve(case: Case, mode: str, model: Path, work: Path) -> Observations:
 
 
 def serve_at_once(case: Case, modes: Sequence[str], work: Path) -> list[Observations | Exception]:
-    """Run a test case on several servers at the same time. If a server ends, its result is an exception."""
+    """Run a test case on one server for each mode, at the same time. Return each server's observations, or the
+    exception that ended it."""
     model = work / "model"
     make_model(model, ModelSpec(**case.spec), quantized=False)
 

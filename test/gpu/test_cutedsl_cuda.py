@@ -47,7 +47,7 @@ def inputs(tokens, seed):
 
 
 def model(wrappers, weights, hidden):
-    """Run all layers of a small model. Each layer offers its input as a buffer for the experts' output, as decoder
+    """Return the output of a small model. Each layer offers its input as a buffer for the experts' output, as decoder
     layers do.
 
     No code reads the input any more when the layer's experts write their output.

@@ -51,8 +51,8 @@ else:
 
 @pytest.fixture(scope="module")
 def modules():
-    """The engine's modules that define the fused-MoE function and its GEMM. On the CPU they run in Triton's
-    interpreter.
+    """Object with the engine's modules of the fused-MoE function (``sequence``) and of its GEMM (``kernels``), and with
+    the server arguments that they read (``arguments``).
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -348,8 +348,8 @@ def test_all_options_of_the_fused_moe_function_give_stock_results(modules, slice
 
 @pytest.mark.usefixtures("lower_thresholds")
 def test_an_activation_inside_the_first_gemm_leaves_the_expert_outputs_deferred(modules, slice_counts, monkeypatch):
-    """From 0.5.20 on, the engine can run the activation inside the first GEMM (off by default). It then allocates one
-    tensor less. The expert outputs must still be deferred.
+    """The expert outputs must be deferred even if the engine runs the activation inside the first GEMM, and allocates
+    one tensor less (from 0.5.20 on, off by default).
     """
     if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.FUSED_MOE)).parameters:
         pytest.skip("not in this release")
@@ -483,8 +483,8 @@ def nans(*shape):
 
 
 def output_into_dead_input():
-    """Patch the fused-MoE function as deferred-shared-experts does, so that it writes its output into the dead
-    input.
+    """Return a context manager in which the fused-MoE function writes its output into the dead input, as with
+    deferred-shared-experts.
     """
     return patched_by(takers.probe_triton())
 

@@ -62,8 +62,8 @@ def module():
 
 
 def _stand_in(patch, module):
-    """Replace the engine's functions that need CUDA by plain PyTorch, and register the engine's operator for the
-    CPU."""
+    """Replace the engine's functions that need CUDA by plain PyTorch. Return the library that registers the engine's
+    operator for the CPU."""
 
     def silu_and_mul(x, out):
         gate, up = x.double().chunk(2, dim=-1)

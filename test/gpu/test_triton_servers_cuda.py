@@ -141,8 +141,8 @@ def _read(module):
 
 
 def write_draft(folder: Path) -> Path:
-    """Write EAGLE-3's draft model for ``QWEN`` with random weights. It reads the inputs of the model's last two
-    layers."""
+    """Write EAGLE-3's draft model for ``QWEN`` with random weights, and return its folder. The draft model reads the
+    inputs of ``QWEN``'s last two layers."""
     from safetensors.torch import save_file
     from sglang_moe_reference.model import vocab_size
 
@@ -170,7 +170,8 @@ def write_draft(folder: Path) -> Path:
 
 
 def write_adapter(folder: Path, target: str) -> Path:
-    """Write a LoRA adapter for ``QWEN`` with random weights that are large enough to change answers."""
+    """Write a LoRA adapter for ``QWEN``, and return its folder. The random weights are large enough to change
+    answers."""
     from safetensors.torch import save_file
 
     folder.mkdir()

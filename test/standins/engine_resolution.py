@@ -41,7 +41,7 @@ def compare_kv_sizing(server: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_in_fork(call: Callable[[dict[str, Any]], dict[str, Any]], server: dict[str, Any]) -> dict[str, Any]:
-    """Run ``call(server)`` in a fork, because the engine stores resolved arguments in its globals."""
+    """Return the result of ``call(server)`` in a fork, because the engine stores resolved arguments in its globals."""
     with tempfile.TemporaryFile("w+") as out:
         if not (child := os.fork()):
             try:
@@ -56,8 +56,8 @@ def _call_in_fork(call: Callable[[dict[str, Any]], dict[str, Any]], server: dict
 
 
 def _decide(server: dict[str, Any]) -> dict[str, Any]:
-    """Make the decision of a server's process: call kv-sizing's ``skip``, then the hook that gathers facts from all
-    ranks."""
+    """Return the decision of a server's process, from kv-sizing's ``skip`` or else from the hook that gathers facts
+    from all ranks."""
     from sglang.srt.server_args import prepare_server_args
 
     change = next(change for change in CHANGES if change.name == "kv-sizing")

@@ -65,7 +65,7 @@ class Outbox:
 
 
 def read_inbox(scheduler, limit=10_000):
-    """Read the requests of one turn of the event loop, as the engine does up to 0.5.12.post1.
+    """Return the requests that one turn of the event loop reads, as in the engine up to 0.5.12.post1.
 
     :param limit: largest number of requests, as ``SGLANG_SCHEDULER_MAX_RECV_PER_POLL`` sets it.
     """

@@ -25,7 +25,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def scalar_type(bits, zero_points, scales=None, global_scale=None):
-    """Stand-in for the engine's ``get_scalar_type``."""
+    """Stand-in for the engine's ``get_scalar_type``. It returns ``INT4``, ``INT8`` or ``FP4``."""
     if bits == 8:
         return INT8
     return FP4 if scales is not None and scales.itemsize == 1 else INT4
@@ -50,7 +50,7 @@ def in_order(by_column):
 
 
 def compiled(dtype, is_ep=None, has_bias=None, expert_ids_are_sorted=False, zero_inactive_output=False, *more):
-    """Stand-in for the engine's ``_jit_moe_wna16_marlin_module``.
+    """Stand-in for the engine's ``_jit_moe_wna16_marlin_module``. It returns an object with the GEMM.
 
     From 0.5.23 on, the engine compiles one module for each combination of these arguments.
     """

@@ -43,7 +43,7 @@ def replace_kernel(monkeypatch):
 
 
 def simulate_nvfp4_on_hopper(monkeypatch):
-    """Call :func:`replace_kernel`, and make the engine run NVFP4 experts on Marlin, as on a Hopper GPU.
+    """Make the engine run NVFP4 experts on Marlin, as on a Hopper GPU. Return the list of :func:`replace_kernel`.
 
     The test is skipped if the release cannot run NVFP4 experts on Marlin.
     """

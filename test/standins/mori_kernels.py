@@ -92,7 +92,8 @@ class Network:
         self.generator = torch.Generator().manual_seed(seed)
 
     def dispatch(self, sent: Sequence[Sent]) -> list[Received]:
-        """Send the rows of all ranks to the ranks of their experts. A rank receives a row at most once.
+        """Send the rows of all ranks to the ranks of their experts. Return each rank's receive buffer. A rank receives
+        a row at most once.
 
         :raises RuntimeError: a rank sends or receives more rows than its buffer has. MoRI raises the same error.
         """
@@ -296,7 +297,7 @@ class ActivationType(IntEnum):
 
 
 def get_hip_quant(quant_type: QuantType) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Stand-in for ``aiter.get_hip_quant``, for the two quantizations of rows that MoRI sends."""
+    """Stand-in for ``aiter.get_hip_quant``. It returns the function that quantizes rows to FP8 or FP4."""
     return {QuantType.per_1x128: _quantize_fp8, QuantType.per_1x32: _quantize_fp4}[quant_type]
 
 

@@ -394,7 +394,7 @@ def test_doctor_refuses_what_start_up_refuses_with_the_same_words(monkeypatch):
 def test_doctor_says_which_variables_are_in_force_and_which_nobody_reads(without_extras):
     """``doctor`` also lists variables that belong to no change, and variables that ``regress`` sets for its servers.
 
-    ``doctor`` runs here without the packages of the extra ``regress``.
+    ``doctor`` must not need the packages of the extra ``regress``.
     """
     ours = {variable.name: variable.default or "4096" for _, variable in patch.list_variables(CHANGES)}
     ours[patch.SELECT_VARIABLE] = "none"  # importing the engine takes seconds

@@ -36,7 +36,7 @@ Imports = Mapping[str, set[str]]
 
 
 def imports(package: Path) -> dict[str, set[str]]:
-    """Map each module of the package to the modules of the package that it imports anywhere in its code."""
+    """Return, for each module of the package, the modules of the package that its code imports anywhere."""
     files = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).with_suffix("").parts

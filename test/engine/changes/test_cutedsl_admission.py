@@ -292,8 +292,7 @@ def test_without_any_one_limit_a_forward_exceeds_the_bound(outcomes, limits_chan
 @pytest.mark.parametrize("extend", [False, True])
 def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
     """With data-parallel attention, the buffers have room for the gathered and padded tokens of all ranks. The test
-    covers both padding modes of the engine. One mode pads every rank to the longest rank. The engine uses this mode in
-    decodes, but not in prefills.
+    covers both padding modes of the engine, although the engine pads every rank to the longest rank only in decodes.
     """
     pick = random.Random(extend)
     to_the_longest, padded_beyond = set(), 0
@@ -310,7 +309,5 @@ def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
 
 
 def upstreams_bound(limits: ForwardLimits) -> int:
-    """Return the largest number of tokens in a forward pass according to the pull request sgl-project/sglang#26696. It
-    is the largest of three terms.
-    """
+    """Return the bound of the pull request sgl-project/sglang#26696 on the tokens in a forward pass."""
     return max(limits.max_prefill_tokens, limits.piecewise_tokens, limits.graph_requests * limits.draft_tokens)

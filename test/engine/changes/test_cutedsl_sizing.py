@@ -42,7 +42,8 @@ CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
 @pytest.fixture(autouse=True)
 def ignore_memory_pools(monkeypatch):
     """Make the change use 0 as the size of each memory pool. In a server, the change records the sizes when the model
-    runner creates its pools. The tests' model runner has created its pools before the change is installed.
+    runner creates its pools. The tests' model runner created its pools before the change was installed, so no sizes are
+    recorded.
     """
     outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
@@ -78,9 +79,7 @@ def stock(engine, checkpoint):
 
 @contextmanager
 def poison_buffers(monkeypatch):
-    """While the ``with`` block runs, fill the wrapper's buffers and the output with NaN whenever a layer's kernels
-    start.
-    """
+    """Context manager that fills the wrapper's buffers and the output with NaN whenever a layer's kernels start."""
     run_into = SharedMoE._run_into
 
     def poison(self, output, arguments):
@@ -117,8 +116,8 @@ def test_one_shared_wrapper_gives_the_answers_of_one_wrapper_per_layer(
 
 
 def test_flashinfers_own_output_buffer_is_never_allocated(engine, checkpoint, monkeypatch):
-    """The change keeps FlashInfer from allocating its output buffer. The stock engine allocates this buffer when the KV
-    cache already occupies the rest of the GPU. With data-parallel ranks the output buffer is the largest buffer.
+    """With the change, FlashInfer never allocates its output buffer. The stock engine allocates this buffer after the
+    KV cache, when little memory is free. With data-parallel ranks it is the largest buffer.
     """
     shapes, empty = [], torch.empty
 
@@ -154,9 +153,9 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
     """A layer's output stays valid while the next layer runs. A draft model reads such outputs (the target's hidden
     states), and a pipeline stage sends them.
 
-    All layers share one FlashInfer wrapper. Each call of the wrapper must therefore return an output of its own, not
-    the wrapper's output buffer. If ``separate_outputs`` is False, the test makes all calls return the same buffer. The
-    first layer's output is then overwritten.
+    All layers share one FlashInfer wrapper. Each call of the wrapper must therefore return an output of its own. If
+    ``separate_outputs`` is False, all calls return the same buffer, and the second layer must overwrite the first
+    layer's output.
     """
     if not separate_outputs:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
@@ -170,9 +169,7 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
 
 
 def test_a_draft_model_in_the_same_process_shares_and_changes_nothing(engine, checkpoint, stock, monkeypatch):
-    """A target and a draft model take turns with one shared wrapper. Each model gives the same answers as without the
-    other model.
-    """
+    """A target and a draft model that share one wrapper give the same answers as each model alone."""
     target_and_draft = ({"dense_layers": 0}, {"dense_layers": 0, "seed": 7})
     alone = [stock(**options) for options in target_and_draft]
     with engine.override_arguments(**large_buffers()), installed(*CHANGES), poison_buffers(monkeypatch):
@@ -228,8 +225,8 @@ def test_a_graph_that_does_not_fit_is_refused_before_its_capture(engine, checkpo
 
 
 def test_a_buffer_that_contains_the_moe_input_is_not_used(engine, checkpoint, monkeypatch):
-    """The shared experts may read the MoE input after the routed experts have written their output. An offered
-    buffer that overlaps the input is therefore refused.
+    """An offered buffer that overlaps the MoE input is not used, because the shared experts may read the input after
+    the routed experts have written their output.
     """
     taken = []
     take = channel.take_output
@@ -313,9 +310,8 @@ def test_the_bound_is_upstreams_number_if_its_terms_are_the_largest(server_args,
     ],
 )
 def test_each_flag_raises_the_bound_above_upstreams_number(server_args, more, expected):
-    """Each of these server arguments raises this package's bound on the tokens in a forward pass. Later engine releases
-    have a bound of their own, ``cutedsl_moe_max_num_tokens``. With these arguments the engine's bound is too small. The
-    package leaves the engine's bound as it is, and uses its own.
+    """Each of these server arguments raises this package's bound on the tokens in a forward pass. With these arguments,
+    the bound of later engine releases (``cutedsl_moe_max_num_tokens``) is too small, so the package uses its own.
     """
     args = server_args(**{"max_prefill_tokens": 512, **graph_arguments(64), **more})
     assert bound(args) == expected
@@ -338,8 +334,8 @@ def test_prefill_graphs_of_every_kind_raise_the_bound(server_args):
 @pytest.mark.every_release
 def test_the_page_states_the_installed_engines_default_budget():
     """The page of cutedsl-sizing states the installed engine's default number of tokens per rank for FlashInfer's
-    dispatcher: 1,024 up to 0.5.12.post1, at least 4,096 in later releases. The later releases also compute the number
-    of tokens for CuteDSL's buffers themselves.
+    dispatcher: 1,024 up to 0.5.12.post1, at least 4,096 in the later releases, which also size CuteDSL's buffers
+    themselves.
     """
     page = (Path(__file__).parents[3] / "docs/changes/cutedsl-sizing.md").read_text()
     dispatcher = engine_code.import_module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
@@ -357,11 +353,9 @@ def test_the_page_states_the_installed_engines_default_budget():
 
 def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(server_args, monkeypatch):
     """The server does not start if the token budget of FlashInfer's dispatcher is too small for the server's prefills.
-    The error contains the command that sets a sufficient budget. The budget is a number of tokens per rank, and an
-    environment variable sets it.
+    The error contains the command that sets a sufficient budget, in tokens per rank.
 
-    If the engine release does not check the budget, this package does. Releases 0.5.11 and 0.5.12.post1 do not allow
-    the server arguments of this test together.
+    If the engine release does not check the budget, this package does.
     """
     args = server_args(
         **{"moe_runner_backend": "flashinfer_cutedsl", "moe_a2a_backend": "flashinfer", "ep_size": 8, "tp_size": 8},

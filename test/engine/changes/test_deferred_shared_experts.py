@@ -21,7 +21,7 @@ CHANGE = deferred_shared_experts.CHANGE
 
 @pytest.fixture
 def run_order(monkeypatch):
-    """List to which "shared" or "routed" is added whenever the shared or the routed experts of a layer run."""
+    """List of "shared" and "routed", in the order in which the shared and the routed experts have run."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models.deepseek_v2 import DeepseekV2MLP
 
@@ -77,10 +77,9 @@ def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpo
 
 @pytest.mark.usefixtures("require_package_deferral")
 def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(engine, checkpoint, monkeypatch):
-    """The tests of this file would detect a wrong deferral, because it changes the answer. In this test, the routed
-    experts overwrite their input, and the change does not notice it. The change first defers the shared experts, so the
-    answer is wrong. Then ``find_reason_to_run_first`` returns a reason. The change now defers nothing, so the answer is
-    right.
+    """The test simulates routed experts that overwrite their input. The change does not notice it, and the shared
+    experts run last, on the overwritten input: the logits must differ from the stock engine's. If
+    ``find_reason_to_run_first`` returns a reason, the shared experts run first, and the logits must be equal.
     """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 

@@ -151,7 +151,7 @@ change cannot create the parameter itself, else 1."""
 
 @pytest.mark.parametrize(("create", "runs"), CREATORS.values(), ids=CREATORS)
 def test_a_release_may_create_other_values(create, runs):
-    """Parameters must have the values that ``create_weights`` gives them, even if these are not one number."""
+    """Parameters must have the values of ``create_weights``, even if a parameter's values are not all equal."""
     layer, calls = torch.nn.Module(), []
 
     def create_weights(method, layer):

@@ -28,9 +28,7 @@ NAN_E8M0 = 255
 
 
 def run_experts(dispatched, quant_info):
-    """Stand-in for the kernels of the experts. Its result depends on every byte of the tensors that the kernels
-    receive.
-    """
+    """Stand-in for the kernels of the experts. It returns a result that depends on every byte of its tensors."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     given = dict(vars(quant_info))
@@ -88,7 +86,7 @@ def freeing_kind(request, engine, monkeypatch):
 
 
 def make_kind(name, engine, monkeypatch):
-    """Return a kind of MoE layer: one of the engine's FP4 quantization methods, and the runner that it uses.
+    """Prepare a kind of MoE layer: one of the engine's FP4 quantization methods, with the runner that it uses.
 
     The engine is patched as if it ran on a GPU that this method supports.
 

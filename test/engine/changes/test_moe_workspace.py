@@ -45,7 +45,7 @@ def test_blocks_that_use_another_stream_are_detected_from_their_code(engine, mod
 
 @pytest.fixture
 def load_built_model(monkeypatch):
-    """Function that makes the engine's model runner load a model that is already built."""
+    """Function that calls ``ModelRunner.load_model`` for a model that is already built, without loading anything."""
     module = importlib.import_module("sglang.srt.model_executor.model_runner")
     loaded = FunctionType((lambda self: None).__code__, vars(module))  # a function that looks like the engine's own
     monkeypatch.setattr(module.ModelRunner, "load_model", loaded)
@@ -96,8 +96,8 @@ def test_servers_of_other_runners_are_not_skipped_because_bf16_experts_run_on_tr
 
 @pytest.mark.every_release
 def test_a_top_k_of_1_is_scaled_by_the_factor(engine, checkpoint, monkeypatch):
-    """The output is multiplied by the routed scaling factor even if top-k is 1. In this case, the engine up to 0.5.17
-    sums a tensor that it has not written.
+    """The output is multiplied by the routed scaling factor even if top-k is 1. Up to 0.5.17, the stock engine's output
+    is wrong then: it sums a tensor that it has not written.
     """
     triton_runner(monkeypatch)
     load_unquantized(monkeypatch)

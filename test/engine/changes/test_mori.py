@@ -93,7 +93,7 @@ def kernel_calls(monkeypatch):
 
 @pytest.fixture
 def make_layers(engine, monkeypatch, kernel_calls) -> Iterator[Callable[..., list[Any]]]:
-    """Function that constructs one layer for each rank, with the patches that are installed at the time of the call."""
+    """Function that returns a new layer for each rank, constructed with the patches that are installed at the call."""
     if hooks.find_layer_class().__name__ != "MoriEPMoE":
         yield lambda: [layer_with_runner(rank) for rank in range(RANKS)]
         return
@@ -181,11 +181,11 @@ def layer_with_runner(rank: int) -> Any:
 def set_limit(monkeypatch):
     """Function that sets the user's limit on the rows that the MoE kernel computes, in the layers of all ranks.
 
-    The function's argument ``attn_tp`` decides which code applies the limit. If it is ``None``, the engine does.
-    Otherwise each layer gets a :class:`Policy`, and this package does.
+    If the function's argument ``attn_tp`` is ``None``, the engine applies the limit. Otherwise each layer gets a
+    :class:`Policy`, and this package applies the limit.
 
-    Up to 0.5.12.post1 the engine reads the limit once, when a layer is constructed. Later releases read the limit in
-    every forward pass.
+    Up to 0.5.12.post1 the engine reads the limit only when it constructs a layer, so the function also sets the layer's
+    attribute.
     """
 
     def set_limit(layers: list[Any], limit: int, attn_tp: int | None = None, **policy: Any) -> None:
@@ -217,7 +217,7 @@ def output_types() -> list[Any]:
 
 
 def random_inputs(padded: list[int], attn_tp: int, seed: int, *, skewed: bool = False) -> list[reference.Sent]:
-    """Draw the rows and the routing that each rank sends."""
+    """Return random rows and their routing for each rank to send."""
     generator = torch.Generator().manual_seed(seed)
     favour = torch.ones(EXPERTS)
     if skewed:
@@ -281,7 +281,7 @@ def test_the_change_supports_this_engine():
 
 
 def forward(layers: list[Any], sent: list[reference.Sent]) -> list[torch.Tensor]:
-    """Run ``MoriEPMoE.forward`` on all ranks at once, each rank in a thread."""
+    """Run ``MoriEPMoE.forward`` on all ranks at once, each rank in a thread. Return each rank's output."""
     results: list[Any] = [None] * RANKS
     for network in reference.list_networks():
         network.generator.manual_seed(0)

@@ -60,7 +60,7 @@ def path(family, checkpoint):
 
 @pytest.fixture(scope="session")
 def write_bf16(tmp_path_factory):
-    """Function that writes an unquantized checkpoint of a family whose layers are all MoE layers."""
+    """Function that writes an unquantized checkpoint of a family, with MoE layers only, and returns its folder."""
     made = {}
 
     def make(family):
@@ -372,8 +372,8 @@ def test_a_layer_in_an_unproved_loop_offers_nothing(engine, path, kernels, monke
 
 @pytest.mark.parametrize("family", ["qwen3-moe"])
 def test_with_symmetric_memory_the_pool_is_not_searched_in_every_layer(engine, path, kernels, monkeypatch):
-    """For each offered buffer, the engine's runner searches the pool of symmetric memory for the buffer's address. Once
-    the addresses of the buffers are cached, it does not search the pool again.
+    """The engine's runner searches the pool of symmetric memory for an offered buffer's address only once, because the
+    change caches the addresses.
     """
     pool = Pool(monkeypatch)
 
@@ -556,8 +556,8 @@ def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_tha
     write_bf16, engine, expert_outputs
 ):
     """If an MoE block does not defer its shared experts, the Triton runner writes the routed experts' output over their
-    input, as in the stock server. The block defers them in ``forward_normal``. To run the routed experts without a
-    deferral, the test calls them directly, as traced prefill graphs do after the shared experts.
+    input, as in the stock server. The test calls the routed experts directly, as traced prefill graphs do after the
+    shared experts, so nothing is deferred.
     """
     with installed(deferred_shared_experts.CHANGE):
         block = engine.load(write_bf16("deepseek-v3")).model.layers[1].mlp

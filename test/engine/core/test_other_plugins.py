@@ -32,9 +32,8 @@ from snapshot import PACKAGES, Snapshot, find_differences, restore, take_snapsho
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 HOOK_POINT_IN_IMPORTING_MODULE = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
-"""Name of an engine function, after the name of a module that imports it. Another module defines the function. If
-another plugin has patched the function in the importing module, fp4-weights does not patch it there. The change may
-still patch the function in the defining module."""
+"""Name of an engine function, after the name of a module that imports it from another module. If another plugin has
+patched the function in the importing module, fp4-weights may still patch it in the defining module."""
 LOADING = "model_runner.ModelRunner.load_model"
 """Name of the method in which moe-workspace inspects the model. If another plugin has patched this method,
 moe-workspace assumes for every model that another stream reads the experts' input."""

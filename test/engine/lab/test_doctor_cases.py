@@ -146,9 +146,9 @@ def runs_out_in(*places: str) -> Callable[[Report], None]:
 
 
 def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report], None]:
-    """Return a function that checks the range of fractions with which a server starts. The smallest fraction is just
-    large enough for the weights. The largest fraction leaves three amounts free: the measured memory of forward passes
-    and CUDA graphs, a fifth of this memory for the prediction's error, and a margin."""
+    """Return a function that checks the range of fractions with which a server starts. The smallest, ``least``, is just
+    large enough for the weights. The largest, between ``lowest`` and ``highest``, leaves free the measured memory of
+    forward passes and CUDA graphs, a fifth more for the prediction's error, and a margin."""
 
     def check(report: Report) -> None:
         for found in report["room"].values():

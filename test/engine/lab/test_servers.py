@@ -52,10 +52,10 @@ REGISTER = "from sglang_moe_reference.environment import register"
 
 @pytest.fixture(scope="module")
 def pair(checkpoint, tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    """Start a stock and a patched server of a model whose first layer is a MoE layer and has no residual.
+    """Running stock server and patched server of a model whose first layer is a MoE layer and has no residual.
 
-    The patched server loads the plugin of the reference kernels first, and this package's plugin second, by their order
-    on PYTHONPATH. All other servers of the tests load the plugins in the opposite order.
+    The patched server loads the plugin of the reference kernels before this package's plugin. All other servers of the
+    tests load the plugins in the opposite order, so both orders are tested.
     """
     model, folder = checkpoint(dense_layers=0), tmp_path_factory.mktemp("pair")
     source = f'import sys\n"sglang_moe_patches.plugin" in sys.modules or print("{FIRST}")\n{REGISTER}\n'
@@ -136,8 +136,8 @@ def test_answers_after_a_weight_update_equal_those_of_the_stock_server(pair, che
 
 @DEFAULT_ENGINE_ONLY
 def test_concurrent_requests_get_the_same_answers_as_single_requests(pair):
-    """Send 12 requests of different lengths at once. If SOAK_SECONDS is set, 64 clients send requests for that many
-    seconds (`make soak` takes two minutes)."""
+    """Each of 12 requests that are sent at once gets the same answer as alone. If SOAK_SECONDS is set, 64 clients send
+    requests for that many seconds (`make soak` takes two minutes)."""
     seconds = float(os.environ.get("SOAK_SECONDS", "0"))
     in_flight = 64 if seconds else 12
     _, patched = pair

@@ -17,14 +17,13 @@ from tiny_moe.train import SPEC
 
 CHANGES = (output_buffer.CHANGE, deferred_shared_experts.CHANGE)
 MUTATION_QUESTIONS, MUTATION_ANSWER_TOKENS = 8, 113
-"""Number of held-out questions for an engine with a broken patch, and largest number of tokens in an answer. Longer
-answers use more experts."""
+"""Number of held-out questions for an engine with a broken patch, and largest number of tokens in an answer."""
 FURTHER_MUTATIONS = {"one expert's scales swapped", "shared experts skipped in one layer"}
 """Broken patches (mutations) that only the longest test run applies. Every test run applies similar mutations."""
 
 
 def ask(engine, model, questions: list[str], longest: int) -> Run:
-    """Send all questions to an engine in this process, in one batch, without worked examples.
+    """Return the answers of an engine in this process to all questions, in one batch, without worked examples.
 
     :param questions: lines of JSON.
     :param longest: maximum number of new tokens.
@@ -50,7 +49,7 @@ def ask_shortest(engine) -> Run:
 
 
 def ask_first(engine) -> Run:
-    """Send the first ``MUTATION_QUESTIONS`` questions of the test set to the engine."""
+    """Return the engine's answers to the first ``MUTATION_QUESTIONS`` questions of the test set."""
     first = (SHIPPED / "test.jsonl").read_text().splitlines()[:MUTATION_QUESTIONS]
     return ask(engine, engine.load(SHIPPED / "model"), first, MUTATION_ANSWER_TOKENS)
 

@@ -135,7 +135,7 @@ def test_each_argument_that_the_change_reads_exists_in_the_engine():
 
 def test_the_engines_context_manager_around_captures_suspends_the_switch(monkeypatch):
     """Expandable segments are switched off inside the engine's context manager ``GroupCoordinator.graph_capture``, in
-    which the engine captures CUDA graphs. The group of this test has no real communicators."""
+    which the engine captures CUDA graphs."""
     from contextlib import nullcontext
     from types import SimpleNamespace
 

@@ -226,7 +226,7 @@ def place(folder: Path) -> Path:
 def sized_server(
     name: str, model: Path, folder: Path, *arguments: str, limited: bool = False, **variables: str
 ) -> Server:
-    """Make a server with kv-sizing, the stand-ins and a prefix cache.
+    """Return a server, not yet started, with kv-sizing, the stand-ins and a prefix cache.
 
     :param limited: whether the server keeps the ``--max-total-tokens`` that test servers have by default.
     """
@@ -551,9 +551,9 @@ def test_a_given_fraction_is_kept_with_auto_and_sets_the_first_size_with_always(
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_default_request_limit_is_what_sampling_memory_allows(place: Path, checkpoint):
-    """By default, kv-sizing limits the concurrent requests to the number for which sampling has memory. The engine's
-    default limit is 4,096 concurrent requests, and this KV cache has room for 1,292. To run more requests than the
-    largest decode graph has, kv-sizing gives up at most 1/32 of the KV cache."""
+    """By default, kv-sizing admits only as many concurrent requests as sampling has memory for: here 300 to 400,
+    although the KV cache has room for 1,292. For requests beyond the largest decode graph, kv-sizing gives up at most
+    1/32 of the KV cache."""
     # Each chunk has many prompts, so a few forward passes compute hundreds of requests.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
@@ -845,9 +845,8 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path,
 @pytest.mark.product
 @pytest.mark.every_release
 def test_a_rehearsed_prefix_leaves_sliding_windows_for_a_chunk_after_it(place: Path, checkpoint):
-    """If the pool for sliding windows is small, a rehearsed prefix leaves room in the pool for a prefill chunk after
-    it. The rehearsal computes a long prefix in parts. While the prefix is in use, the radix cache keeps the sliding
-    window of each part."""
+    """A rehearsed prefix leaves room in the pool of sliding windows for a prefill chunk after it. The radix cache keeps
+    the sliding window of each part in which the prefix is computed, so many parts would fill a small pool."""
     few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
     running = sized_server(
         "grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60"
@@ -866,7 +865,7 @@ def rehearsed_passes(folder: Path) -> list[list[list[str]]]:
 
 
 def server_of_two_ranks(kind: str, name: str, model: Path, folder: Path, **variables: str) -> Server:
-    """Make a server of two ranks that records its forward passes in ``folder / name``."""
+    """Return a server of two ranks, not yet started, that records its forward passes in ``folder / name``."""
     plugins.write_module(folder / name / "gathers", "gathers_on_cpu", STAND_INS["gathers_on_cpu"])
     (folder / name / "steps").mkdir()
     path = prepend_to_path(str(folder / name / "gathers"), str(folder.parent / "plugin"))
@@ -932,7 +931,7 @@ def test_replicas_rehearse_and_grow_independently(place: Path, checkpoint):
 
 
 def two_machines(model: Path, place: Path) -> list[Server]:
-    """Make the two halves of a server with two ranks. Each half is started as if its rank had its own machine."""
+    """Return the two halves of a server, not yet started. Each half has one rank, as on a machine of its own."""
     given = ["--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank"]
     return [sized_server(f"machine{rank}", model, place, *given, str(rank)) for rank in range(2)]
 

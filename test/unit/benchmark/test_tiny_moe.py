@@ -27,7 +27,7 @@ def draw_problems(count: int, *, test: bool, seed: int = 3) -> list[problems.Pro
 
 
 def mask_words(text: str) -> str:
-    """Replace the words that a template fills in (names, things, pronouns) with underscores."""
+    """Return a text with underscores for the words that a template fills in (names, things, pronouns)."""
     return re.sub(r"[A-Za-z]+", lambda word: "_" if word[0] in WORDS else word[0], text)
 
 

@@ -80,8 +80,8 @@ def test_any_other_use_of_the_stand_in_is_an_error_with_advice(use):
 
 
 def test_the_wrappers_are_transparent_to_torch_compile(monkeypatch):
-    """``torch.compile`` traces a wrapped layer without a graph break. Piecewise CUDA graphs trace the layer as a whole,
-    too, and a graph break would end the server.
+    """``torch.compile`` traces a wrapped layer without a graph break. A graph break would end a server with piecewise
+    CUDA graphs.
     """
     is_compiling = torch.compiler.is_compiling
 
@@ -152,7 +152,8 @@ class Config:
 
 def test_a_runner_is_out_of_place_only_in_contexts_that_ask_for_it():
     """``disable_inplace_while`` makes ``inplace`` False only in the ``contextvars`` contexts in which its function
-    returns True. Other forward passes read the same configuration in their own contexts."""
+    returns True. Other forward passes read the same configuration in their own contexts, and must find the original
+    value."""
     waiting = ContextVar("waiting", default=False)
     config, other = Config(), Config()
     runners.disable_inplace_while(config, waiting.get)

@@ -78,7 +78,7 @@ packed_gemms = st.builds(MarlinGemm, st.integers(1, 1 << 20), st.booleans())
 
 
 def tensor_bytes(layer):
-    """Bytes of the tensor with the experts' outputs, [tokens, top-k, hidden]."""
+    """Return the bytes of the tensor with the experts' outputs, [tokens, top-k, hidden]."""
     return layer.tokens * layer.top_k * layer.hidden * layer.itemsize
 
 
@@ -446,9 +446,8 @@ def run_narrow_slices():
 
 @pytest.mark.parametrize(("in_dead_input", "slices"), [(True, 1), (False, 2)])
 def test_the_activation_counts_as_in_the_dead_input_only_if_it_lies_there(in_dead_input, slices):
-    """If the activation's output lies in the dead input, it takes no additional memory. The memory limit then has just
-    enough room for the uncut tensor with the experts' outputs. If the activation's output lies elsewhere, the tensor
-    must be cut."""
+    """The memory limit has just enough room for the uncut tensor with the experts' outputs. If the activation's output
+    takes additional memory, because it does not lie in the dead input, the tensor must be cut."""
     deferred, rows = make_deferred(), TOKENS * TOP_K
     activations = deferred.gemm.activations
     call = deferred_tensor.FusedMoeCall(2 * INNER, 0, 1.0, False, False, rows * HIDDEN * 2)

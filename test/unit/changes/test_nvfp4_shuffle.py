@@ -30,7 +30,7 @@ INPUT_NAMES = ("gemm1_weights", "gemm2_weights", "gemm1_scales_linear_fp4_bytes"
 
 
 def interleave(scales):
-    """Reorder a uint8 matrix [M, K] of block scales as FlashInfer's ``nvfp4_block_scale_interleave`` does."""
+    """Return a uint8 matrix [M, K] of block scales in the order of FlashInfer's ``nvfp4_block_scale_interleave``."""
     rows, columns = scales.shape
     return scales.view(rows // 128, 4, 32, columns // 4, 4).transpose(1, 3).reshape(-1)
 

@@ -66,7 +66,8 @@ def test_wrappers_decide_whether_a_function_is_the_engines_own(module, wrappers,
     an exception for a wrapper of another package.
 
     :param wrappers: modules whose wrappers surround the engine's function, from the innermost to the outermost.
-    :param own: number of inner wrappers that ``require_unpatched`` keeps; if it raises, the wrapper in its message.
+    :param own: number of inner wrappers that ``require_unpatched`` keeps, or, if it raises, the wrapper that the error
+        names.
     """
     functions = [module.run]
     for name in wrappers:

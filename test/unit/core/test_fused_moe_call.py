@@ -89,9 +89,8 @@ def test_arguments_may_be_keywords(module, by_place):
 
 def test_no_route_is_called_while_tracing():
     """While ``torch.compile`` traces the fused-MoE function, the wrapper calls no route. (A route is a change's
-    function that decides whether to replace a call.) A route may use the buffer that a layer offers. The traced graph
-    must not depend on that buffer, and ``torch.compile`` cannot trace the ``ContextVar`` in which the buffer is
-    offered.
+    function that decides whether to replace a call.) A route may read an offered buffer from a ``ContextVar``, which
+    ``torch.compile`` cannot trace.
     """
 
     def sequence(hidden_states, w1, w2, topk_weights, topk_ids, *, inplace):

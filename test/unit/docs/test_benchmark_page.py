@@ -49,7 +49,7 @@ def test_no_server_is_stored_twice_and_no_run_is_on_two_tables():
 
 @pytest.fixture
 def copied_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the results and images to a folder in which the test may write. README is empty there."""
+    """Folder with copies of the results and images, in which the test may write. README is empty there."""
     docs = tmp_path / "docs"
     shutil.copytree(output.RESULTS, tmp_path / "results")
     shutil.copytree(render.IMAGES, docs / "images")
@@ -63,7 +63,7 @@ def copied_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def page_and_plots(copied_results: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the results and one page, and render only two of the plots."""
+    """Folder with copies of the results and one page. Only two of the plots are rendered."""
     page = "docs/benchmarks/overheads-and-checks.md"
     shutil.copy(DOCS / "benchmarks/overheads-and-checks.md", copied_results / page)
     plots = {name: render.PLOTS[name] for name in ("mori-rows.svg", "weight-shuffle.svg")}

@@ -34,7 +34,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def count_prose_words(text: str) -> int:
-    """Count the words of a page that contain a letter, without tables, code and generated parts."""
+    """Return the number of words of a page that contain a letter, without tables, code and generated parts."""
     text = re.sub(r"<!-- (generated|figures):.*?<!-- /\1 -->|```.*?```", "", text, flags=re.DOTALL)
     lines = (line for line in text.splitlines() if not line.startswith("|"))
     return sum(1 for line in lines for token in line.split() if re.search(r"[A-Za-z]", token))

@@ -11,8 +11,8 @@ MIB = 1 << 20
 
 
 def replay(text: str, max_split_size: int | None = None) -> Allocator:
-    """Replay steps that a text describes, such as ``a30 b0.5 -a empty``: allocate 30 MiB as a, allocate half a MiB as
-    b, free a, empty the cache."""
+    """Return the allocator after the steps of ``text``. For example, ``a30 b0.5 -a empty`` allocates 30 MiB as a and
+    half a MiB as b, frees a, and empties the cache."""
     allocator, keys = Allocator(max_split_size), dict[str, int]()
     for step in text.split():
         if step == "empty":

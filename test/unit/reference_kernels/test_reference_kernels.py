@@ -139,7 +139,7 @@ class Layer:
         return {"hidden_states": packed, "hidden_states_scale": scales.view(torch.float8_e4m3fn)}
 
     def expect_one(self, x: np.ndarray, expert: int) -> np.ndarray:
-        """Compute one expert's output for one token with the dense weights.
+        """Return one expert's output for one token, computed with the dense weights.
 
         :param x: the token's hidden state, [hidden].
         :returns: float64 [hidden].
@@ -151,8 +151,8 @@ class Layer:
         return multiplier * self.dense["alpha2"][expert] * (self.dense["w2"][expert] @ act)
 
     def expect(self, tokens: dict[str, torch.Tensor], ids: torch.Tensor, weights: torch.Tensor) -> np.ndarray:
-        """Compute the layer's output with the dense weights: float64 [tokens, hidden]. Ids of experts outside the layer
-        are skipped."""
+        """Return the layer's output, computed with the dense weights: float64 [tokens, hidden]. Ids of experts outside
+        the layer are skipped."""
         x = dense_decode(tokens["hidden_states"], tokens["hidden_states_scale"])
         out = np.zeros((len(x), self.hidden))
         for token in range(len(x)):

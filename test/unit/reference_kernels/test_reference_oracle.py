@@ -40,7 +40,7 @@ class PlainLayer(Layer):
         self.prepared = self.prepared_weights() | dict.fromkeys(scales, torch.ones(self.experts))
 
     def call(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
-        """Run the stand-in without quantizing the output of the activation function."""
+        """Return the stand-in's output, without quantizing the output of the activation function."""
         decode = nvfp4.decode
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nvfp4, "quantize", lambda x, scale: (x, None))

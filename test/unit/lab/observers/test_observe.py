@@ -25,8 +25,8 @@ def make_observer(tmp_path):
 
 
 def run_forward(observer, tokens, *outputs, extra_bytes=0):
-    """Run one forward pass. Allocate tensors of ``extra_bytes`` bytes, and then start a kernel for each tensor in
-    ``outputs``."""
+    """Run one forward pass that allocates a tensor of ``extra_bytes`` bytes, and then starts a kernel for each function
+    in ``outputs``. Return the tensor."""
     observer.start_forward(tokens, cuda=False)
     extra = torch.zeros(extra_bytes, dtype=torch.uint8)
     for make_output in outputs:

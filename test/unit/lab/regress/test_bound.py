@@ -19,7 +19,8 @@ THREE = MAX_DROP / 100
 
 
 def compute_score(n: int, losses: int, gains: int, drop: float) -> float:
-    """Compute the score statistic by its definition. The most likely rate of gains is found by a numerical search."""
+    """Return the score statistic, computed by its definition. The most likely rate of gains is found by a numerical
+    search."""
 
     def negative_log_likelihood(rate):
         parts = ((losses, rate + drop), (gains, rate), (n - losses - gains, 1 - 2 * rate - drop))

@@ -75,9 +75,9 @@ def test_the_detectable_drop_is_the_smallest_significant_drop(questions, alpha):
     max_drop=st.floats(1, 90),
 )
 def test_a_run_passes_only_if_it_could_have_shown_a_drop(questions, right, lost, alpha, max_drop):
-    """A run passes under two conditions. First, stock's accuracy is above ``max_drop``, and a patched server without
-    any right answer would be significantly worse. Second, the confidence interval of the drop ends below
-    ``max_drop``."""
+    """A run passes only if it could have shown a drop: stock's accuracy is above ``max_drop``, and a patched server
+    without any right answer would be significantly worse. In addition, the confidence interval of the drop must end
+    below ``max_drop``."""
     right, lost = min(right, questions), min(lost, right, questions)
     stock = [True] * right + [False] * (questions - right)
     patched = [False] * lost + stock[lost:]

@@ -192,8 +192,8 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def start_until(stage: str, regression: Regression) -> subprocess.Popen[str]:
-    """Start ``regress`` and wait for its first server. If ``stage`` is *evaluating*, wait until the server answers
-    questions. Otherwise, wait until all of its processes run."""
+    """Start ``regress``, wait for its first server, and return the process of ``regress``. If ``stage`` is
+    *evaluating*, wait until the server answers questions. Otherwise, wait until all of its processes run."""
     process = regression.start("slow answers" if stage == "evaluating" else "never ready")
     if stage == "evaluating":
         wait_until(lambda: regression.has_event("evaluating"), process)

@@ -110,9 +110,8 @@ class Server:
     ],
 )
 def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, captured, ends, short):
-    """After a decode without a CUDA graph, some of the decode's tensors stay allocated until the next batch replaces
-    them. The driver therefore sends a short request after the decode, once all requests of the decode have left the
-    batch."""
+    """After a decode without a CUDA graph, the driver sends a short request, once all requests of the decode have left
+    the batch. Otherwise some tensors of the decode would stay allocated during the next phase."""
     server = Server(only=kind, requests=256, captured=captured)
     server.serve(server.step())
     if ends:
@@ -125,7 +124,8 @@ def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, 
 
 def test_a_phase_begins_when_the_phase_before_has_ended():
     """The driver must not begin a phase while the engine still has the batch of the previous phase. Otherwise the
-    engine would add the new requests to this batch, which still has tensors for penalties."""
+    engine would merge the new requests into this batch, which has tensors for penalties: too much memory would be
+    measured."""
     server = Server(only=PhaseKind.CAPTURED_DECODE, requests=256, captured=256)
     (first, second) = (phase.name for phase in server.driver.phases)
     server.serve(server.step())
@@ -216,7 +216,7 @@ def test_a_phase_that_is_not_reached_is_tried_again_and_then_reported():
 @pytest.mark.parametrize("draft_tokens", [0, 4])
 def test_requests_that_a_server_will_not_admit_are_aborted_and_the_next_phase_begins(draft_tokens):
     """If the server admits no request of a phase, the driver aborts the waiting requests. It must do so with
-    speculation, too, although it never aborts running requests then."""
+    speculation, too, although it never aborts running requests with speculation."""
     server = Server(draft_tokens=draft_tokens)
     first, *later = server.driver.phases
     for attempt in range(1, ATTEMPTS_PER_PHASE + 1):

@@ -49,9 +49,9 @@ def test_a_larger_first_fraction_gives_the_rehearsal_enough_kv_cache(free, least
     """A rehearsal needs a KV cache of 10 GB. If the rule's KV cache is smaller, the server starts with a larger
     fraction.
 
-    :param free: free GB after loading. The rule reserves 20 GB of them for forward passes.
-    :param least: the larger fraction, which reserves at least 3 GB; ``None`` if the rule's fraction (0.8) is kept. This
-        fraction is large enough for 40 free GB. For 12.9 free GB, every fraction is too small or reserves too little.
+    :param free: free GB after loading. The rule's fraction, 0.8, reserves 20 GB of them for forward passes.
+    :param least: the larger fraction; ``None`` if the rule's fraction is kept. It is kept if it suffices (40 free GB),
+        or if there is no memory for 10 GB of KV cache and 3 GB in reserve (12.9 free GB).
     """
     launches = [LaunchMemory("", 100 * GB, int(each * GB), 0.8) for each in (free + 5, free)]
     found = sizing.find_larger_fraction(launches, 10 * GB, 2 * GB)
@@ -383,8 +383,8 @@ def test_a_rehearsal_starts_over_if_unrequested_requests_make_the_kv_cache_too_s
 
 
 def test_a_rehearsal_that_starts_over_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
-    """The measurements of the first rehearsal no longer count, because it had more requests. Two further rehearsals may
-    follow the new start. The server later admits only the smaller number of requests."""
+    """If a rehearsal starts over with fewer requests, its earlier measurements no longer count, and two further
+    rehearsals may follow. The server later admits only the smaller number of requests."""
     ranks, limited = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS), list[tuple[int, int]]()
     monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
     ranks.measure(-1, 700, restart_requests=256, slack=9_000_000, phases={"a": 9_000_000}, free=900_000_000)

@@ -103,8 +103,8 @@ class Bomb:
 
 @pytest.mark.parametrize("place", [("b", 1), ("a", 0), ("a 1", 1), ("low 2", ranks._ANY_RANK)])
 def test_a_copied_value_under_another_topic_rank_or_start_is_ignored(place, store):
-    """Another process can copy a value to another key in the store. If the key belongs to another topic, rank or start,
-    the ranks ignore the copy."""
+    """Another process can copy a value to another key in the store. If the key belongs to another topic, rank or server
+    start, the ranks ignore the copy."""
     first = board(store, 0)
     (_, value), (_, flag) = keys_of(store)
     store.made.set(first._key(*place), flag if place[0].startswith("low") else value)

@@ -391,8 +391,8 @@ def test_slots_of_streaming_sessions_are_never_freed(waiting, least, prefixes, m
 
 def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
     """If prefixes in another rank's radix cache still use slots to be unmapped, this rank must report it when it is
-    idle. Rank 0 then orders all ranks to evict prefixes. With data-parallel attention, rank 0 may have unmapped its own
-    slots before."""
+    idle. Rank 0 then orders all ranks to evict prefixes. It needs the report, because with data-parallel attention its
+    own slots may already be unmapped."""
     first, second = make_rank(2 * GB), make_rank(2 * GB, leads=False)
     second.allocator.free_pages = second.allocator.free_pages[:8000]
     obey_order(Retire(8500), first, second)
