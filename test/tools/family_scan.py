@@ -26,9 +26,8 @@ from sglang_moe_patches.core.dead_input.families import MODELS
 _EXPERTS = frozenset({"get_moe_impl_class", "FusedMoE", "EPMoE", "DeepEPMoE"})
 """Names of the engine's functions and classes that create routed experts."""
 _DECLARES = frozenset({"declare_attn", "declare_ffn"})
-"""Engine functions with which a decoder layer declares its attention and its FFN. They exist in releases in which the
-batch stores the residual. In other releases, the layer receives the residual as an argument.
-"""
+"""Engine functions with which a decoder layer declares how its attention and its FFN read and update the residual. Only
+releases that store the residual in the batch have these functions."""
 _RESIDUAL_KEYWORDS = ("read", "update")
 """Keyword arguments of the functions in ``_DECLARES`` that say how the residual is read and updated."""
 _PLAIN = frozenset({"NormQuantReadout", "NormReadout", "NORM_QUANT_READOUT", "NORM_READOUT", "PLAIN_ADD"}) | {

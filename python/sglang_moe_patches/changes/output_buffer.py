@@ -8,15 +8,14 @@ Why
 Hook points
     * ``_initialize_model``: in each model that it returns, ``forward`` of the decoder layers with a dead input is
       wrapped, so that these layers offer their input.
-    * Releases without an output buffer of their own: ``fused_experts_none_to_flashinfer_trtllm_fp4`` takes the offered
-      input, ``FusedMoE.__init__`` switches ``inplace`` off, and ``DeepseekV2AttentionMLA.forward`` frees attention's
-      inputs.
-    * Releases with an output buffer of their own (from 0.5.13 on): ``moe_output_buffer_ctx``, which then offers
-      nothing.
+    * SGLang versions without an output buffer: ``fused_experts_none_to_flashinfer_trtllm_fp4`` takes the offered input,
+      ``FusedMoE.__init__`` switches ``inplace`` off, and ``DeepseekV2AttentionMLA.forward`` frees attention's inputs.
+    * SGLang versions with an output buffer (from 0.5.13 on): ``moe_output_buffer_ctx``, the engine's own offer. The
+      wrapper makes it offer no buffer.
 
 Skipped
     * Layers whose input is not proven dead, modules with forward hooks, and code under ``torch.compile``.
-    * Without FlashInfer, up to 0.5.12.post1: everything except the early release of attention's inputs.
+    * Without FlashInfer, up to 0.5.12.post1: everything, but attention's inputs are still freed early.
 
 Costs
     One comparison of storages in each layer.
@@ -24,12 +23,12 @@ Costs
 How
     A decoder layer offers its input when the input is dead (:mod:`sglang_moe_patches.core.dead_input` explains when it
     is). The NVFP4 TRT-LLM runner writes its output into the offered memory instead of a new tensor, if the memory fits.
-    The CuteDSL runner does the same through cutedsl-sizing. The inputs of DeepSeek's attention are dropped when
+    The CuteDSL runner does the same through cutedsl-sizing. The inputs of DeepSeek's attention are freed when
     ``self_attn`` returns.
 
-    Releases with an output buffer of their own have a fault: they offer the input of every DeepSeek MoE layer. If a
-    layer starts without a residual, its input *becomes* the residual, so every answer is wrong. This change disables
-    the engine's own offers. It offers dead inputs to the runners through the engine's channel instead.
+    SGLang versions with an output buffer have a fault: they offer the input of every DeepSeek MoE layer. If a layer
+    starts without a residual, its input *becomes* the residual, so every answer is wrong. This change disables the
+    engine's own offers. It offers dead inputs to the runners through the engine's channel instead.
 
 Upstream
     From 0.5.13 on the engine has an output buffer for DeepSeek-architecture models (sgl-project/sglang#25379), with the
@@ -77,7 +76,8 @@ def _plan() -> Plan:
 
 
 def _probe_attention_inputs() -> Install:
-    """Return an installer that frees the inputs of DeepSeek's attention when attention returns.
+    """Check the engine's code, and return the installer of a wrapper that frees the inputs of DeepSeek's attention when
+    attention returns.
 
     :raises engine.Unsupported: the engine's code is not what this change expects.
     """

@@ -358,8 +358,8 @@ class Case:
 POST_CAPTURE = {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}
 OFF = {"SGLANG_MOE_PATCHES_KV_SIZING": "off"}
 UNTRACED = " --disable-piecewise-cuda-graph" * (RELEASE == "0.5.12.post1")
-"""Arguments with which layers offer their dead input in a prefill on the default release. Without them this release
-runs prefills of some models in traced graphs, in which no layer offers its dead input."""
+"""Argument that lets layers offer their dead input in prefills on 0.5.12.post1; empty on other releases. Without it,
+0.5.12.post1 runs prefills of some models in traced graphs, in which no layer offers its input."""
 ATTENTION = "--tp 8 --dp 8 --enable-dp-attention"
 GLM = public("zai-org/GLM-5.2", quantization_config=public("zai-org/GLM-5.1-FP8")["quantization_config"])
 NEXT_FP8 = public("Qwen/Qwen3-30B-A3B-FP8")["quantization_config"] | {

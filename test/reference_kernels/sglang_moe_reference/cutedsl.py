@@ -1,12 +1,11 @@
 """Stand-ins in plain PyTorch for the CuteDSL NVFP4 MoE kernels that FlashInfer's ``CuteDslMoEWrapper`` calls.
 
-The stand-ins replace the kernels (:data:`KERNELS`), and have the same signatures. The wrapper itself is the installed
-FlashInfer's. From 0.6.14 on the wrapper has no buffers, and accepts any number of tokens. It zeroes the output on a
-second CUDA stream. Without a GPU, :data:`ON_ONE_STREAM` replaces this stream.
+The stand-ins (:data:`KERNELS`) have the signatures of the kernels. The wrapper is the installed FlashInfer's. It zeroes
+the output on a second CUDA stream. Without a GPU, :data:`ON_ONE_STREAM` lets it run without this stream.
 
-The stand-ins use the wrapper's buffers as the real kernels do. So they show the same faults if a buffer is too small,
-shared at the wrong time or poisoned, or if the output is not zeroed. Like the real kernels, they do not write the rows
-of a tile after the last token.
+Before FlashInfer 0.6.14 the wrapper has buffers for a limited number of tokens. The stand-ins use these buffers as the
+real kernels do, so a test fails if a buffer is too small or shared at the wrong time, or if the output is not zeroed.
+Like the real kernels, the stand-ins do not write the rows of a tile after the last token.
 
 Sums are exact in float64, and a token's experts are added in the order of their numbers, as in
 :mod:`~sglang_moe_reference.flashinfer_kernels`. The stand-in for the second kernel rounds the sum once, to the output's

@@ -287,8 +287,8 @@ def _without_gpu_links(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
 def as_its_own(owner: type, function: Callable[..., Any]) -> FunctionType:
     """Wrap ``function`` as a method of the engine's class ``owner``. The wrapper has the globals of ``owner``'s module.
 
-    With these globals, this package takes the method for the engine's own code. If a method of a layer looks like code
-    of another plugin, the layer does not offer its dead input.
+    With these globals, sglang_moe_patches regards the method as the engine's own code. Otherwise it would suspect
+    another plugin, and the layer would not offer its dead input.
     """
 
     def method(*args: Any, **kwargs: Any) -> Any:

@@ -336,10 +336,11 @@ def _blocks(expert: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
     ``_BLOCK_M`` slots. The number of blocks is the largest that any routing needs, so some blocks may be unused.
 
     :param expert: int64 [slots], the local expert of each slot, or ``experts`` if the slot's expert is on another rank.
+    :param experts: number of local experts. As an expert's number, it marks other ranks' slots and unused blocks.
     :returns: four int32 tensors:
 
         - the sorted slots, [slots]
-        - expert of each block, [blocks]; ``experts`` if the block is unused
+        - expert of each block, [blocks]
         - position of the block's first slot among the sorted slots, [blocks]
         - position after the last slot of the block's expert, [blocks]
     """

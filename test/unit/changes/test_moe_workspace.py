@@ -115,10 +115,8 @@ def triton_us(layer, gemm, slices):
 
 
 def marlin_bytes(layer, gemm, width):
-    """Return the bytes that Marlin has allocated at the activation, and during the second GEMM of a slice.
-
-    The slice has ``width`` columns.
-    """
+    """Return two numbers of bytes that Marlin has allocated in a layer: when the activation runs, and during the
+    second GEMM of a slice with ``width`` columns."""
     rows, inner, hidden = layer.tokens * layer.top_k, layer.intermediate, layer.hidden
     final = 0 if gemm.output_in_dead_input and width < hidden else 2 * layer.tokens * hidden
     own_weights = gemm.column_bytes if width < hidden else 0
@@ -192,11 +190,10 @@ def test_default_marlin_slices_keep_the_limits_with_the_time_of_their_copies(lay
 
 
 def check_memory_limit(layer, gemm, width, step, limit, predict_bytes):
-    """Check that ``width`` belongs to the smallest number of slices with which the runner needs at most ``limit``
-    bytes.
+    """Check that slices of ``width`` columns keep the runner's memory within ``limit`` bytes, and that fewer slices
+    would not.
 
-    - If ``limit`` is less than the memory at the activation, this memory counts as the limit, because slices cannot
-      lower it.
+    - Slices do not lower the memory that is allocated when the activation runs. A lower limit is raised to it.
     - If even the narrowest slices need more than the limit, ``width`` must be the narrowest width.
     """
     around, during = predict_bytes(layer, gemm, width)
@@ -271,9 +268,9 @@ def test_a_limit_cuts_no_tensor_below_the_least_size(layer, gemm, gated, packed,
 
 
 def check_advice(layer, gemm, choose_width, predict_bytes, predict_us, *, slow_order):
-    """If there is advice, apply the advised memory limit to the layer's tensor of expert outputs. Check that the tensor
-    is cut and that the runner's memory stays below the limit. Check the saved bytes and the extra time in the advice,
-    too."""
+    """Check the advice to set ``SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB``, if there is any. With the advised limit, the
+    expert outputs must be cut, and the runner's memory must stay within the limit. The saved bytes and the time in the
+    advice must be right."""
     if advice := column_slices.advise(layer, gemm, choose_width):
         match = re.search(rf"{MB}=(\d+) .*: ([\d,]+) MB less, about ([\d.]+) ", advice)
         assert match, advice

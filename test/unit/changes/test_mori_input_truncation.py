@@ -340,8 +340,8 @@ def test_nothing_is_cut_with_internode_kernels(caplog):
 
 
 def test_no_forward_reads_the_device(monkeypatch):
-    """No forward pass may wait for the device to read a tensor's value. All methods of tensors that wait fail in this
-    test. The device itself compares the number of received rows with the limit."""
+    """The test makes every tensor method fail that waits for the GPU. A forward pass must call none of them: the GPU
+    itself compares the number of received rows with the limit."""
     whole = buffers()
     compared = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: compared.append(condition))

@@ -296,7 +296,8 @@ def _probe_shuffle() -> Install:
 
 
 def _probe_placeholders() -> Install:
-    """Return an installer that creates placeholders instead of swizzled block scales for TRT-LLM.
+    """Check the engine's code, and return the installer of wrappers that create placeholders instead of swizzled block
+    scales for TRT-LLM.
 
     :raises engine.Unsupported: the engine creates the block scales elsewhere, or may read them.
     """

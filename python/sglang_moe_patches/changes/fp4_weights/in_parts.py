@@ -270,11 +270,11 @@ def _assign_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
 
 
 def _find_memory(weight: Any, data: Any) -> Any:
-    """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight.
+    """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight, or ``None`` if it does
+    not fit.
 
-    If the tensor does not fit into this memory, return ``None``. The tensor begins at the extra bytes before the weight
-    (:func:`create_with_room`), and ends at or before the weight's end. Parts are written from the first expert on, so
-    no part overwrites an expert that was not read yet.
+    This memory includes the extra bytes before the weight (:func:`create_with_room`), and the tensor begins at the
+    first of them. Parts are written from the first expert on, so no part overwrites an expert that was not read yet.
     """
     begin = weight.storage_offset() * weight.element_size()
     if not weight.is_contiguous() or data.dtype != weight.dtype or data.nbytes > begin + weight.nbytes:

@@ -158,10 +158,11 @@ def _offer_dead_input() -> tuple[Install | None, str]:
 
 
 def _find_size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
-    """Return why no forward pass ran in column slices. The size of the largest expert outputs decides.
+    """Return why no forward pass ran in column slices: the largest expert outputs were too small to cut, or another
+    reason if they were large enough.
 
-    This function does not know which runner the layers use. If the smallest tensor that Triton cuts has another size
-    than the smallest tensor that Marlin cuts, the reason names both sizes.
+    This function does not know which runner the layers use. If Triton and Marlin cut tensors from different sizes on,
+    the reason names both sizes.
     """
     tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
     thresholds = {

@@ -32,7 +32,8 @@ REST = GEMM_PARAMETERS.index("topk_weights")
 class SecondGemm(NamedTuple):
     """Arguments with which the engine called its second GEMM, except the output.
 
-    :param rest: positional arguments from ``topk_weights`` on. The other fields have the arguments before them.
+    :param rest: positional arguments from ``topk_weights`` on.
+    :param kwargs: keyword arguments.
     """
 
     activations: Any

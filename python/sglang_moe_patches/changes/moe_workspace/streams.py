@@ -5,10 +5,10 @@ If the routed experts work in place, they write their output over this input, wi
 the engine's own function this is safe, because it writes the output only after the whole second GEMM. Column slices
 would write their first columns earlier.
 
-:data:`has_concurrent_reader` becomes true if one module meets two conditions: a method of its class runs code on a
-stream of its choice, and its shared experts are not fused into the routed experts. It affects all layers of the process
-that work in place: the Triton runner then writes slices to a staging buffer and copies them into the output at the end,
-and Marlin does not cut the layer. If it is true by mistake, time or memory is wasted, but results stay the same.
+:data:`has_concurrent_reader` becomes true if one module meets two conditions: its class has a method that uses the name
+``stream``, and its shared experts are not fused into the routed experts. It affects all layers of the process that work
+in place: the Triton runner then writes slices to a staging buffer and copies them into the output at the end, and
+Marlin does not cut the layer. If it is true by mistake, time or memory is wasted, but results stay the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ has_concurrent_reader = False
 
 
 def switches_streams(block: type) -> bool:
-    """Return whether a class or one of its base classes has a method that runs code on a CUDA stream of its choice."""
+    """Return whether a class may run code on another CUDA stream: one of its methods uses the name ``stream``."""
     return any(engine.mentions(function, "stream") for owner in block.__mro__ for function in vars(owner).values())
 
 

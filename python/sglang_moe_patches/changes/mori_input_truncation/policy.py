@@ -68,8 +68,7 @@ class Policy:
     :param has_assertions: whether a failed assertion on the device ends the process.
     :param has_stale_counts: whether this rank's own token count may be wrong, too, because the count may belong to an
         earlier forward pass.
-    :param raise_only: whether this change may only raise the number of rows to which the engine cuts the buffer, and
-        never lower it.
+    :param raise_only: whether this change may never cut the buffer to fewer rows than the engine does.
     :param has_unproven_layout: whether received rows may lie elsewhere than at the start of the buffer. The buffer is
         then never cut.
     """

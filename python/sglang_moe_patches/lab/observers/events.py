@@ -168,9 +168,9 @@ def collect(folder: Path) -> Process | None:
 
 
 def merge(records: Sequence[Acts]) -> Acts:
-    """Merge the actions of several processes. If several processes recorded the same action in the same layer, the
-    largest ``times``, ``most`` and ``total`` are kept and not the sums, because tensor-parallel ranks perform the same
-    actions."""
+    """Merge the actions of several processes into one record. For the fields ``times``, ``most`` and ``total`` of an
+    action in a layer, the record has the largest value of the processes. It has no sums, because tensor-parallel ranks
+    perform the same actions."""
     acts: dict[tuple[Any, ...], Act] = {}
     for act in (act for record in records for act in record.acts):
         known = acts.get(act[:3], act)

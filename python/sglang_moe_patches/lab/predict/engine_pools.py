@@ -213,8 +213,8 @@ def make_runner(server_args: Any, resolved: Any, config: Any, model: Any, stage:
 
 
 def _set_layers(runner: Any, module: Any, stage: int) -> None:
-    """Set a runner's range of layers to the layers of a pipeline stage. The runner cannot find the range itself,
-    because the model is not complete."""
+    """Set the layers that a model runner serves: the layers of one pipeline stage. The model runner cannot find them
+    itself, because the model is not complete."""
     config = runner.model_config
     start, end = stage_bounds(runner.pp_size, max(config.num_hidden_layers, config.num_attention_layers))[stage]
     if resolve := getattr(module, "resolve_layer_indices", None):

@@ -210,10 +210,9 @@ def main() -> None:
 def _translate_refusals(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
     """Context manager that raises :class:`Refused` in place of the engine's errors about the arguments or the model.
 
-    If the missing GPU causes an error, a module in ``_HARDWARE_PACKAGES`` raises the error. The context manager does
-    not replace the errors of these modules.
+    It does not replace errors that ``_HARDWARE_PACKAGES`` raise, because the missing GPU may cause these errors.
 
-    :param but_by: names of further modules whose errors are not replaced.
+    :param but_by: first parts of the names of further modules whose errors are not replaced.
     """
     try:
         yield

@@ -133,8 +133,8 @@ class LoadDriver:
             return []
 
     def abort_all(self) -> list[Any]:
-        """Return a list with the request that aborts all others. With speculation, the list is empty, and requests end
-        by their length."""
+        """Return the abort requests that the scheduler must read: one, which aborts all requests. With speculation, the
+        list is empty, and requests end by their length."""
         return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:

@@ -25,8 +25,8 @@ SHARED_PREFIX_REQUESTS = 8
 """Largest number of requests that share the longest prefix in one rehearsed forward pass."""
 MAX_PART_FRACTION = 1 / 16
 """Largest part, as a fraction of the longest prefix, if the rehearsal computes a cached prefix in parts. The parts are
-small because the engine computes a prompt to its end even after an abort. If a long prompt was aborted, the engine's
-warm-up request could wait too long for the end of this prompt. The engine would then end the server."""
+small because the engine computes even an aborted prompt to its end. Behind a long prompt, the engine's warm-up request
+would time out, and the engine would end the server."""
 FIRST_PART_FRACTION = 1 / 4
 """Length of a trial prompt, as a fraction. The time of the trial prompt predicts the time of the longest prompt.
 
@@ -239,8 +239,8 @@ class Limits:
     """Whether ``--max-running-requests`` is not given. The engine's default is thousands of requests."""
     limits_penalized: bool = False
     """Whether this package limits requests with penalties (:data:`PENALIZED_SAMPLING`) although
-    ``--max-running-requests`` is given. It does so if memory for as many such requests as the user allows would make
-    the KV cache smaller than by the engine's own rule."""
+    ``--max-running-requests`` is given. Without the limit, the memory of these requests would make the KV cache smaller
+    than the engine's own."""
 
     @property
     def batch(self) -> int:

@@ -359,10 +359,10 @@ class Rehearsal:
         return [Broadcast((make_flush(),))]
 
     def _is_stuck(self) -> bool:
-        """Return whether the scheduler has waiting requests, and runs no request that could free slots for them.
+        """Return whether the scheduler will never admit its waiting requests. The engine does not report this.
 
-        The engine admits a request if enough KV cache slots are free, or can be freed while the request's own prefix is
-        in use. The engine does not report that it will never admit a request.
+        It is assumed if no forward pass has run for :data:`STUCK_AFTER_S` seconds, and no request runs that could free
+        KV cache slots for the waiting requests.
         """
         if time.monotonic() - self._last_forward < STUCK_AFTER_S:
             return False

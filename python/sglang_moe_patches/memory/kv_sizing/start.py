@@ -392,7 +392,7 @@ class ServerStart:
     def _start_over(self, requests: int) -> str:
         """Forget all measurements, and begin the first rehearsal again. Return the reason if this rank cannot, else "".
 
-        :param requests: as :meth:`_requests_to_start_over` returns it.
+        :param requests: new limit of concurrent requests; 0 to limit only penalized requests.
         """
         if self.leads:
             limits = self._limits.with_requests(requests) if requests else replace(self._limits, limits_penalized=True)

@@ -46,12 +46,11 @@ def test_all_ranks_get_the_size_that_fits_on_the_rank_with_least_memory(needs, t
 
 @pytest.mark.parametrize(("free", "least"), [(40, None), (25, 0.85), (15, 0.95), (12.9, None)])
 def test_a_larger_first_fraction_gives_the_rehearsal_enough_kv_cache(free, least):
-    """A rehearsal needs a KV cache of 10 GB. If the rule's KV cache is smaller, the server starts with a larger
-    fraction.
+    """If the rule's KV cache is smaller than a rehearsal needs (10 GB), the server starts with a larger fraction.
 
     :param free: free GB after loading. The rule's fraction, 0.8, reserves 20 GB of them for forward passes.
-    :param least: the larger fraction; ``None`` if the rule's fraction is kept. It is kept if it suffices (40 free GB),
-        or if there is no memory for 10 GB of KV cache and 3 GB in reserve (12.9 free GB).
+    :param least: the larger fraction, or ``None`` to keep 0.8. With 40 free GB, 0.8 suffices. With 12.9 free GB, no
+        fraction leaves 10 GB for the KV cache and 3 GB in reserve.
     """
     launches = [LaunchMemory("", 100 * GB, int(each * GB), 0.8) for each in (free + 5, free)]
     found = sizing.find_larger_fraction(launches, 10 * GB, 2 * GB)
