@@ -288,8 +288,8 @@ def report_before_pools(module):
 
 
 def read_fraction_first(wrapped, maker, args, kwargs):
-    """Read ``--mem-fraction-static`` before the engine sizes its pools, because the simulated free memory depends on
-    it. On a server without kv-sizing, no other code reads it."""
+    """Store ``--mem-fraction-static`` in ``fraction`` before the engine sizes its pools, because the simulated free
+    memory depends on it. Without kv-sizing, no other code stores it."""
     if not fraction[0]:
         from sglang_moe_patches.memory.kv_sizing import engine_rule
 

@@ -143,7 +143,7 @@ def preserves_input(experts: Any) -> bool:
 
 
 def serves_lora() -> bool:
-    """Return whether this server may run LoRA adapters. Their runners may write over the input if ``inplace`` is on."""
+    """Return whether this server may run LoRA adapters. With ``inplace``, a LoRA runner may overwrite the MoE input."""
     return bool(read_server_setting("get_lora", "enable_lora") or read_server_setting("get_lora", "lora_paths"))
 
 

@@ -86,8 +86,8 @@ def _examine_here() -> dict[str, Any]:
 
 
 def _describe_wrong_values() -> list[str]:
-    """Return one error message for each environment variable with a wrong value. The message names the change with
-    which a server would refuse the value."""
+    """Return one error message for each environment variable with a wrong value. The message names the change that
+    makes a server refuse the value."""
     lines = []
     for change, variable in patch.list_variables(CHANGES):
         try:

@@ -36,8 +36,8 @@ SHAPES = {
 
 @pytest.fixture
 def earlier_results(monkeypatch):
-    """Replace the engine's repacking kernel by a stand-in. Return a list to which each call of the stand-in adds a
-    number: how many results of earlier calls were still allocated when this call began.
+    """List with one number for each call of the repacking kernel: the count of earlier results that are still
+    allocated when the call begins. A stand-in replaces the engine's kernel.
     """
     pytest.importorskip(fp4_weights._MARLIN_UTILS, reason="this release runs no FP4 experts by Marlin")
     return marlin_repack.replace_kernel(monkeypatch)

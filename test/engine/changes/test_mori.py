@@ -181,8 +181,8 @@ def layer_with_runner(rank: int) -> Any:
 def set_limit(monkeypatch):
     """Function that sets the user's limit on the rows that the MoE kernel computes, in the layers of all ranks.
 
-    If the function's argument ``attn_tp`` is ``None``, the engine applies the limit. Otherwise each layer gets a
-    :class:`Policy`, and this package applies the limit.
+    The function's argument ``attn_tp`` is the size of attention tensor parallelism, for this package's :class:`Policy`,
+    which then applies the limit. If it is ``None``, the engine applies the limit.
 
     Up to 0.5.12.post1 the engine reads the limit only when it constructs a layer, so the function also sets the layer's
     attribute.

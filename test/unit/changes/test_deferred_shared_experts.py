@@ -201,7 +201,7 @@ class KTEPWrapperMethod(UnknownMethod):
 
 
 class Fp8MoEMethod(UnknownMethod):
-    """Class with the name of the engine's quantization method that may call CUTLASS without a runner."""
+    """Class named like the engine's FP8 method. Without a runner, this method may call CUTLASS directly."""
 
 
 def experts(method, trtllm=False, **more):

@@ -13,9 +13,8 @@ PARTS = 40
 """Number of parts into which the experts of a layer are divided. The parts are laid out one after the other. With 40
 parts the temporary tensors take less than a quarter of the layer's weights."""
 _TEMPORARIES = 9
-"""Ratio of temporary memory to the memory of the laid-out first GEMM's weights (``w13``). ``triton_kernels`` takes the
-temporary memory while it lays out ``w13``, in addition to the loaded weights. A simulation of PyTorch's allocator gave
-this ratio."""
+"""Temporary memory that ``triton_kernels`` takes while it lays out the first GEMM's weights (``w13``), as a multiple of
+the bytes of the laid-out weights. A simulation of PyTorch's allocator gave this number."""
 _PADDED_TO = 64
 """Padding of a laid-out expert: its number of rows, and the bytes of each row, are multiples of this number in SGLang
 0.5.12.post1 to 0.5.17."""

@@ -158,11 +158,10 @@ def _offer_dead_input() -> tuple[Install | None, str]:
 
 
 def _find_size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
-    """Return why no forward pass ran in column slices: the largest expert outputs were too small to cut, or another
-    reason if they were large enough.
+    """Return why no forward pass ran in column slices, given the sizes of the largest expert outputs.
 
-    This function does not know which runner the layers use. If Triton and Marlin cut tensors from different sizes on,
-    the reason names both sizes.
+    The outputs may be too small to cut. This function does not know which runner the layers use. If Triton and Marlin
+    cut tensors from different sizes on, the reason names both sizes.
     """
     tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
     thresholds = {

@@ -42,7 +42,7 @@ def decide(built: BuiltModel) -> Decision:
 
 
 def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
-    """Return what the functions of :mod:`.triton` and :mod:`.deferred_tensor` do in a layer on the Triton runner.
+    """Return whether a layer on the Triton runner computes in column slices, and how it uses its dead input.
 
     :param experts: a ``FusedMoE`` layer of the model.
     :param built: the model, with the number of tokens in its largest chunk.
@@ -159,9 +159,9 @@ def _decide_width(
     :param choose_width: :func:`.column_slices.choose_slice_width` or :func:`.column_slices.choose_packed_slice_width`.
         The expert outputs are cut if this function returns less than the hidden size.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
-    :param cut: use of the dead input if the expert outputs are cut, such as :data:`OUTPUT_IN_DEAD_INPUT`; empty if the
-        dead input is not used.
-    :param uncut: use of the dead input if the expert outputs are not cut; empty if the dead input is not used.
+    :param cut: text for :attr:`.Decision.effects` if the expert outputs are cut: how the layer then uses its dead
+        input, such as :data:`OUTPUT_IN_DEAD_INPUT`. It is empty if the layer does not use the dead input.
+    :param uncut: the same text if the expert outputs are not cut.
     """
     effects = (uncut,) if uncut else ()
     if isinstance(sizes, str):

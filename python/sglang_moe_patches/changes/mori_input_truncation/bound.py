@@ -150,9 +150,12 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
     :param limit: the user's limit in rows, or 0 for no limit.
     :param buffer_rows: rows of the receive buffer.
     :param recv_bound: whether to cut to ``bound`` even if the user set no limit.
-    :returns: a cut to ``bound`` rows, rounded up (:func:`round_up_rows`) as far as the limit allows. A limit below
-        ``bound`` is raised to ``bound``. If ``bound`` is unknown, the cut is to ``limit`` rows. At least one row stays,
-        because kernels are not launched on an empty tensor.
+    :returns: a cut to these rows (the first case that holds), and to at most ``buffer_rows``:
+
+        1. no limit and no ``recv_bound``: ``buffer_rows``
+        2. ``bound`` unknown: the limit, if there is one
+        3. limit below ``bound``: ``bound``, but at least one row
+        4. else: ``bound``, rounded up (:func:`round_up_rows`) as far as the limit allows, but at least one row
     """
     if not (limit or recv_bound):
         return Cut(buffer_rows, False, False)

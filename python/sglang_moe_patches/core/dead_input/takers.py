@@ -28,8 +28,8 @@ class OutputTorch:
     """Stand-in for the module ``torch`` inside an engine function. Its ``empty_like`` returns the offered buffer if it
     fits, and otherwise allocates a tensor.
 
-    If the server uses NCCL symmetric memory, the next collective expects the output in the engine's pool of this memory
-    on all ranks. A buffer outside the pool therefore does not fit, and a new tensor is allocated from the pool.
+    With NCCL symmetric memory, the output must lie in the engine's pool of this memory, because the next collective
+    expects it there. A buffer outside the pool therefore does not fit, and the new tensor comes from the pool.
     """
 
     def __init__(self, torch_module: Any, symmetric_memory: SymmetricMemory) -> None:

@@ -71,8 +71,8 @@ class LoadDriver:
         """Number of requests in the latest decode that has more requests than :attr:`.Limits.penalized` and no CUDA
         graph; 0 if no such decode has begun, or in a pipeline."""
         self.restart_requests = 0
-        """Limit of concurrent requests if the rehearsal starts over without the decode of ``_most_requests`` requests:
-        as many as in the decode before it, and at least :attr:`.Limits.penalized`. 0 if there is no such decode."""
+        """Limit of concurrent requests for a new rehearsal, in case the largest decode costs too much: the
+        requests of the next smaller decode, at least :attr:`.Limits.penalized`. 0 while ``_most_requests`` is 0."""
         self.missed: dict[str, PhaseKind] = {}
         """Phases that ended without a forward pass as large as their ``bound``, and phases that never began because the
         script ended early. The key is the phase's name, and the value is its kind."""

@@ -288,11 +288,11 @@ class Limits:
 
     @property
     def short_prompt_tokens(self) -> int:
-        """Number of tokens in each prompt of a phase of decodes. The number is chosen so that no chunk ends within a
+        """Number of tokens in each prompt of a phase of decodes. It divides the chunk size, so no chunk ends within a
         prompt.
 
-        The engine counts a prompt in two chunks as two requests, and would admit one request too few. In a mixed chunk,
-        the number of prompt tokens is not known in advance. With mixed chunks, the prompts therefore have one token.
+        The engine counts a prompt in two chunks as two requests, and would admit one request too few. With mixed
+        chunks, the prompts have one token, because the number of prompt tokens in a chunk is not known in advance.
         """
         return 1 if self.mixed else math.gcd(self.chunk or SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS)
 

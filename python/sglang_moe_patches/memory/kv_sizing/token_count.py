@@ -118,8 +118,8 @@ def _follow_path(owner: Any, path: str) -> Any:
 
 
 def _set_attributes(owner: Any, values: Mapping[str, int]) -> None:
-    """Set each attribute that the object already has as an integer. A new value of 0 is ignored. The object may be a
-    frozen dataclass."""
+    """Set attributes of an object, which may be a frozen dataclass. An attribute stays unchanged if it is not yet an
+    integer, or if the new value is 0."""
     for name, value in values.items():
         if value and isinstance(getattr(owner, name, None), int):
             try:

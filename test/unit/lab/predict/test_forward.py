@@ -116,11 +116,11 @@ def cells_of(benchmark):
 def test_predicted_memory_of_a_runner_agrees_with_the_measurement(name, monkeypatch):
     """The predicted peak of each runner, stock and patched, must agree with a measurement outside a server.
 
-    In some measurements Marlin wrote its output into a dead input, and the prediction does the same. It also uses the
-    measured bytes per weight of Marlin's layer, which depend on the group size of the scales.
+    For Marlin, the prediction takes two values from the measurement: the bytes per weight, and whether the output was
+    written into a dead input.
 
-    DeepSeek-V3 at TP=8 in FP8 on an H200 is left out. The tuned configuration for this GPU pads rows, and takes up to
-    45 MB more.
+    DeepSeek-V3 at TP=8 in FP8 on an H200 is left out, because the tuned configuration for this GPU pads rows. This
+    takes up to 45 MB that the prediction does not count.
     """
     runner = "marlin" if name.startswith("moe-workspace-marlin/") else "triton"
     for cell in output.load(name)["figures"]["cells"]:

@@ -146,8 +146,8 @@ def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if
     free, has_default_requests, earlier, graphs, requests, stopped, lowest, arguments, scheduler, monkeypatch
 ):
     """The rehearsal runs a large decode only if 1 GB stays free. If the user has set no limit of concurrent requests,
-    there are two more conditions: the margin must stay free in addition to this 1 GB, and the decode may cost at most
-    1/32 of the KV cache. In this test, a decode takes 20 MB for each request.
+    the margin must stay free, too, and the decode may cost at most 1/32 of the KV cache. Here a decode takes 20 MB for
+    each request.
 
     :param free: free memory in GB when the rehearsal starts.
     :param has_default_requests: whether the user has set no limit of concurrent requests.
@@ -158,8 +158,8 @@ def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if
     :param lowest: lowest free memory in GB, measured, or estimated for a decode that does not fit.
     :param arguments: arguments of the rehearsal, and two settings of the stand-in:
 
-        - ``most``: number of requests in the largest decode (default 300). If it is set, the allocator keeps all memory
-          that it has reserved.
+        - ``most``: number of requests in the largest decode (default 300). If it is set, the allocator never returns
+          reserved memory.
         - ``kept_gb``: GB that the allocator reserves in addition, from the decode of 300 requests on.
     """
     arguments, reserves = dict(arguments), "most" in arguments

@@ -85,8 +85,8 @@ def request(prompt, new, computed=0):
 
 
 EXTRA_TOKENS = 9
-"""KV cache tokens that a request takes in addition to its prompt and its new tokens. The engine admits a request only
-if one further token is free, so the expected sizes contain 10 tokens for each request."""
+"""KV cache tokens that a request takes in addition to its prompt and its new tokens. The expected sizes contain one
+more for each request, because the engine admits a request only if one further token is free."""
 
 
 class Flags(set):
@@ -640,8 +640,8 @@ def test_fewer_requests_are_admitted_while_a_penalized_one_waits(scheduler):
 
 
 def test_a_penalized_request_that_left_the_queue_does_not_count_even_if_a_session_keeps_it(scheduler):
-    """An aborted request must not count, even if a session still refers to it. Python deletes such a request at
-    different times on different ranks, and all ranks must admit the same requests."""
+    """An aborted request must not count, even while Python still stores it. Ranks delete it at different times, but all
+    ranks must admit the same requests."""
     session = Request(min_p=0.1)
     scheduler._add_request_to_queue(session)
     scheduler._add_request_to_queue(Request())
