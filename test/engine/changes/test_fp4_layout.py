@@ -266,7 +266,7 @@ def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engi
     attention = (5120 // tp * hidden, 4096 // tp * hidden, experts * hidden, 5120 // tp, hidden, hidden)
     weights = experts * 3 * intermediate * hidden // 2 * 17 // 16
     stock, transient = replay(*record_loading(engine, mxfp4, monkeypatch, layers, shape, attention))
-    assert stock.holes > 0.05 * stock.allocated
+    assert stock.holes > 0.02 * stock.allocated
     assert transient[0] > 5 * weights
     with installed(fp4_weights.CHANGE):
         ours, transient = replay(*record_loading(engine, mxfp4, monkeypatch, layers, shape, attention))
