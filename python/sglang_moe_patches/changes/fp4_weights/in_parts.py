@@ -128,8 +128,14 @@ def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], lay
         result = create()
     created = {name: value for name, value in layer._parameters.items() if value is not None and value.is_meta}
     fills = {name: recorder.find_fill(parameter) for name, parameter in created.items()}
+    layouts = {
+        weight: choose_layout(swizzle, created[weight], created[f"{weight}_scale"], WARPS)
+        for weight in WEIGHTS
+        if weight in created
+    }
     for name, parameter in created.items():
-        memory = torch.zeros(_compute_bytes_with_room(swizzle, created, name), dtype=torch.uint8)
+        layout = layouts.get(name.removesuffix("_scale"))
+        memory = torch.zeros(parameter.nbytes + _count_extra_bytes(layout, name, parameter), dtype=torch.uint8)
         data = memory[len(memory) - parameter.nbytes :].view(parameter.dtype).view(parameter.shape)
         if fills[name]:
             data.fill_(fills[name])
@@ -168,24 +174,20 @@ class _FillRecorder(TorchFunctionMode):
         return self._fills[address]
 
 
-def _compute_bytes_with_room(swizzle: Callable[..., Any], created: dict[str, Any], name: str) -> int:
-    """Return the bytes to allocate for a parameter: its own bytes, and the bytes by which it grows in the layout.
+def _count_extra_bytes(layout: Layout | None, name: str, parameter: Any) -> int:
+    """Return the bytes to allocate in addition to a parameter, because the parameter grows when it is laid out.
 
     The layout writes the laid-out weights over the loaded weights, so they must fit into this memory. It writes the
     laid-out scales to new memory, because the loaded scales are still in use. Later the loaded scales are freed, and
     the laid-out scales move into the freed memory, so they must fit, too.
 
-    :param created: the layer's new parameters on the ``meta`` device, by name.
+    :param layout: layout of the weights and scales to which the parameter belongs; ``None`` if it has no layout.
     """
-    own, weight = int(created[name].nbytes), name.removesuffix("_scale")
-    if weight not in WEIGHTS:
-        return own
-    layout = choose_layout(swizzle, created[weight], created[f"{weight}_scale"], WARPS)
     if layout is None:
-        return own
-    storage = layout.tensors[0 if name == weight else 1].storage
-    missing = max(0, storage.data.nbytes + count_bytes_read_behind(storage) - own)
-    return own + -(-missing // _ALIGNMENT) * _ALIGNMENT
+        return 0
+    storage = layout.tensors[0 if name in WEIGHTS else 1].storage
+    missing = max(0, storage.data.nbytes + count_bytes_read_behind(storage) - parameter.nbytes)
+    return int(-(-missing // _ALIGNMENT) * _ALIGNMENT)
 
 
 def count_bytes_read_behind(storage: Any) -> int:
