@@ -141,6 +141,9 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
                 "            in_parts.free_cached_memory()\n            data = storage.data\n            pass",
             )
         ],
+        "test_freed_block_scales_leave_no_holes_when_layers_are_created": [
+            ("            in_parts.free_cached_memory()  # no tensor of the next layer", "            # no tensor"),
+        ],
         "test_a_scale_whose_memory_is_read_is_not_counted": [(" if storage.expired()", "")],
         "test_a_weight_update_ends_as_on_the_stock_server": [("    if loader is not None:", "    if False:")],
         "test_placeholders_are_not_allocated": [

@@ -23,8 +23,8 @@ from sglang_moe_patches.changes import fp4_weights
 from sglang_moe_patches.changes.fp4_weights import in_parts, sizes
 from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core.patch import Status, probe
-from sglang_moe_patches.lab.allocations import Allocator, Recorder
-from test_fp4_unread_scales import Config, lay_out_as_on_hopper
+from sglang_moe_patches.lab.allocations import EMPTY_CACHE, Allocator, Recorder, record
+from test_fp4_unread_scales import Config, lay_out_as_on_hopper, make_kind
 
 pytestmark = pytest.mark.every_release
 
@@ -277,6 +277,28 @@ def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engi
     predicted = sizes.compute_loading("triton_kernel", "Mxfp4MoEMethod", **how, patched=True)
     assert transient[0] <= predicted.transient * 1.05
     assert abs(ours.holes - predicted.holes) < (20 << 20) + 3e6 * layers + weights / 17
+
+
+def test_freed_block_scales_leave_no_holes_when_layers_are_created(engine, monkeypatch):
+    """On Marlin, each NVFP4 layer frees its swizzled block scales at once. The tensors of the next layer must not be
+    placed in parts of this memory.
+    """
+    nvfp4 = make_kind("nvfp4_on_marlin", engine, monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+
+    def create_layers():  # with the sizes of Qwen3-235B
+        attention = (9216 * 4096, 8192 * 4096, 128 * 4096)
+        return [
+            ([torch.empty(count, dtype=torch.bfloat16) for count in attention], nvfp4.create(128, 4096, 1536))
+            for _ in range(6)
+        ]
+
+    with installed(fp4_weights.CHANGE), torch.device("meta"):
+        layers, events = record(create_layers, "meta")
+    assert len(layers) == 6
+    allocator = Allocator()
+    allocator.run([*events, EMPTY_CACHE])
+    assert allocator.holes < 0.01 * allocator.allocated
 
 
 # --- Code of the engine that is not known ----------------------------------------------------------------------------

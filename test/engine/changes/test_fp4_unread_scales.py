@@ -91,8 +91,9 @@ def make_kind(name, engine, monkeypatch):
     The engine is patched as if it ran on a GPU that this method supports.
 
     :param name: one of :data:`MXFP4`, ``nvfp4_on_marlin`` or ``nvfp4_on_trtllm``.
-    :returns: an object with two attributes. ``make`` is a function that builds a layer of this kind. ``names`` are the
-        scales that the engine keeps although no kernel reads them.
+    :returns: an object with these attributes. ``make`` is a function that builds a small layer of this kind. For NVFP4,
+        ``create`` builds a layer of any size. ``names`` are the scales that the engine keeps although no kernel reads
+        them.
     """
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
     from sglang.srt.layers.quantization import marlin_utils, mxfp4
@@ -156,16 +157,22 @@ def make_nvfp4(name, engine, monkeypatch):
         marlin_repack.simulate_nvfp4_on_hopper(monkeypatch)
         backend, runs_on = "marlin", MoeRunnerBackend.MARLIN
     method = lambda: modelopt_quant.ModelOptNvFp4FusedMoEMethod(config)  # noqa: E731
-    return SimpleNamespace(make=lambda: make_layer(engine, method, backend, runs_on), names=names)
+    create = functools.partial(create_layer, engine, method, backend)
+    return SimpleNamespace(make=lambda: make_layer(engine, method, backend, runs_on), create=create, names=names)
 
 
-def make_layer(engine, method, backend, runs_on):
+def create_layer(engine, method, backend, experts, hidden, intermediate):
+    """Create a MoE layer as the engine does, before any weights are loaded."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     with engine.override_arguments(moe_runner_backend=backend):
-        layer = FusedMoE(
-            EXPERTS, HIDDEN, INTERMEDIATE, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
+        return FusedMoE(
+            experts, hidden, intermediate, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
         )
+
+
+def make_layer(engine, method, backend, runs_on):
+    layer = create_layer(engine, method, backend, EXPERTS, HIDDEN, INTERMEDIATE)
     layer.quant_method.runner = SimpleNamespace(runner_backend=runs_on, run=run_experts, config=layer.moe_runner_config)
     for place, parameter in enumerate(layer.parameters()):  # values independent of other parameters' sizes
         generator = torch.Generator().manual_seed(place)

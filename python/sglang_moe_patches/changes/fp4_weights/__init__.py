@@ -189,10 +189,13 @@ def append_zeros_to_scales(method: Any) -> None:
 
 @around
 def _wrap_create_moe_runner(original: Any, self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_moe_patches.changes.fp4_weights import in_parts
+
     result = original(self, layer, *args, **kwargs)
     with best_effort("the block scales of a layer that Marlin runs"):
         if self._moe_runner_backend.value in runners.MARLIN:
             drop_swizzled_scales(layer)
+            in_parts.free_cached_memory()  # no tensor of the next layer is cut out of this memory
     return result
 
 
