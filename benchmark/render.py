@@ -106,6 +106,18 @@ SERVING_RECIPES: tuple[str, ...] = full_names(
 )
 # For a recipe that the first of these releases rejects, the table has the report of the next release.
 RECIPES = full_names("recipes", "0.5.23", "0.5.12.post1", "0.5.17")
+LOADING = full_names(
+    "loading",
+    *(f"gpt-oss-120b{kind}" for kind in ("", "-as-h100", "-tp2", "-tp4", "-tp8", "-0.5.17")),
+    "qwen3-235b-nvfp4-0.5.17",
+)
+LOADING_SETTINGS = full_names(
+    "loading",
+    *("setting-none", "setting-expandable-segments", "setting-backend", "setting-roundup-power2-divisions"),
+    *("setting-max-split-size-mb", "setting-garbage-collection-threshold", "setting-max-non-split-rounding-mb"),
+    *("setting-release-lock-on-cudamalloc", "setting-per-process-memory-fraction"),
+    *("setting-pinned-use-cuda-host-register", "setting-pinned-use-background-threads"),
+)
 HOSTS = full_names("overhead", "host-cpu", "host-triton-cpu", "host-h200", "host-triton-h200")
 HOST_TIME = ("output-buffer", "deferred-shared-experts", "moe-workspace")
 """Names of the changes whose pages have the table of host time."""
@@ -164,10 +176,8 @@ SECTIONS = {
     **{f"host-time-{change}": Section(make_text=added_host_time) for change in HOST_TIME},
     "serving": Section(SERVING, serving.make_tables),
     "serving-earlier": Section(SERVING_EARLIER, serving.make_tables),
-    "loading": Section(
-        full_names("loading", *(f"gpt-oss-120b{kind}" for kind in ("", "-as-h100", "-tp2", "-tp4", "-tp8", "-0.5.17"))),
-        loading.make_tables,
-    ),
+    "loading": Section(LOADING, loading.make_tables),
+    "loading-settings": Section(LOADING_SETTINGS, loading.make_settings_table),
     "serving-recipes": Section(SERVING_RECIPES, serving.make_tables),
     "penalties": section_of_one("serving/qwen3-30b-penalties", serving.peak_table),
     "deepseek-r1": Section(("triton-server/deepseek-v3-fp8-shard8-32768",), triton_server.make_tables),

@@ -19,6 +19,8 @@ read. Then each server answers eight questions. Holes are bytes that are reserve
 
 --leave-free makes another process allocate GPU memory first, so that this many MiB are free. An idle H100 has 80943 MiB
 of free memory. With the same --json a later run adds its servers to the file.
+
+Servers inherit PYTORCH_CUDA_ALLOC_CONF, the settings of PyTorch's allocator. The result has its value.
 """
 
 from __future__ import annotations
@@ -197,12 +199,30 @@ def make_tables(results: Sequence[output.Result]) -> str:
     return "\n".join(parts)
 
 
+SETTINGS = ("setting", "holes MB of stock-zeros", "of new", *TOKENS[3:])
+
+
+def make_settings_table(results: Sequence[output.Result]) -> str:
+    """Make a table with a row for each run of *stock-zeros* and *new* with one setting of PyTorch's allocator."""
+    rows = []
+    for result in results:
+        figures = result["figures"]
+        setting = figures["allocator_settings"]
+        holes = [_memory_cells(figures["servers"][name])[2] for name in (serving.ZEROS, "new")]
+        equal = _count_equal_answers(results, result, "new")
+        rows.append((f"`{setting}`" if setting else "none", *holes, *equal))
+    return output.table(SETTINGS, rows)
+
+
 def run_label(result: output.Result) -> str:
-    """Describe a run: model, GPU, whether CUDA graphs were off, and the free memory that ``--leave-free`` left."""
+    """Describe a run: model, GPU, whether CUDA graphs were off, the free memory that ``--leave-free`` left, and the
+    settings of PyTorch's allocator.
+    """
     figures = result["figures"]
     parts = [dummy_servers.run_label(result), machine.gpu_model(result["conditions"])]
     parts += ["no CUDA graphs"] * ("--disable-cuda-graph" in figures["arguments"])
     parts += [f"{figures['leave_free']:,} MiB free"] * bool(figures["leave_free"])
+    parts += filter(None, [figures["allocator_settings"]])
     return ", ".join(filter(None, parts))
 
 
@@ -269,6 +289,7 @@ def main() -> None:
     options.take, options.input, options.output = 0, (options.longest,), serving.ANSWER_TOKENS
     named = ("model", "shard", "layers", "context", "chunk", "requests", "tp", "leave_free", "longest", "arguments")
     figures = dummy_servers.describe_options(options, named)
+    figures["allocator_settings"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     figures["servers"] = serving.load_servers(options.json, figures)
     with tempfile.TemporaryDirectory(prefix="loading-") as folder:
         work = (options.work or Path(folder)).absolute()
