@@ -301,6 +301,23 @@ def test_freed_block_scales_leave_no_holes_when_layers_are_created(engine, monke
     assert allocator.holes < 0.01 * allocator.allocated
 
 
+def test_nvfp4_experts_for_trtllm_leave_no_holes(engine, monkeypatch):
+    nvfp4 = make_kind("nvfp4_on_trtllm", engine, monkeypatch)
+
+    def load_layers():  # with the sizes of Qwen3-30B
+        layers = [nvfp4.create(128, 2048, 768) for _ in range(3)]
+        for layer in layers:
+            layer.quant_method.process_weights_after_loading(layer)
+        return layers
+
+    with installed(fp4_weights.CHANGE):
+        layers, events = record(load_layers)
+    assert len(layers) == 3
+    allocator = Allocator()
+    allocator.run([*events, EMPTY_CACHE])
+    assert allocator.holes < 0.005 * allocator.allocated
+
+
 # --- Code of the engine that is not known ----------------------------------------------------------------------------
 
 READS_AFTER_LAYOUT = {
