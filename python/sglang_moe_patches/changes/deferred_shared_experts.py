@@ -14,14 +14,16 @@ Skipped
     overlap. They also run first in Triton layers of a server with LoRA adapters, and on AMD.
 
 How
-    The change switches ``inplace`` off for runners that then preserve their input. Triton writes its output into
-    the layer's dead input instead. From 0.5.12 on the engine itself runs the shared experts last if ``inplace`` is off.
+    If a runner preserves its input with ``inplace`` off, the change switches ``inplace`` off. The Triton runner then
+    writes its output into the layer's dead input. From 0.5.12 on the engine itself runs the shared experts last if
+    ``inplace`` is off.
 
-    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during the layer's ``forward_normal``. The engine's own
-    ``final_hidden_states += shared_output`` then computes and adds the shared experts' output, at the usual place:
-    after the routed experts and their scaling, before the all-reduce. ``inplace`` is off only during this call of
-    ``forward_normal``. A forward pass that defers nothing, such as a traced prefill graph, would otherwise allocate one
-    more tensor for the output.
+    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during the layer's ``forward_normal``. The engine then
+    executes its own statement ``final_hidden_states += shared_output``. This statement runs the shared experts and adds
+    their output, at the usual place: after the routed experts and their scaling, before the all-reduce.
+
+    In 0.5.11 ``inplace`` is off only during this call of ``forward_normal``. If it were always off, a forward pass that
+    defers nothing, such as a traced prefill graph, would allocate one more tensor for the output.
 
 Upstream
     From 0.5.12 on the engine can run the shared experts last (sgl-project/sglang#25279). From 0.5.13 on it switches
@@ -101,8 +103,8 @@ def find_reason_to_run_first(
 class DeferredSharedExperts:
     """Stand-in for the output of the shared experts, which run later.
 
-    They run when the engine adds the stand-in to the routed experts' output (``routed += deferred``). The stand-in is
-    no tensor, so every other use raises ``TypeError``.
+    The shared experts run when the engine adds the stand-in to the routed experts' output (``routed += deferred``). The
+    stand-in is no tensor, so every other operation of PyTorch on it raises ``TypeError``.
     """
 
     def __init__(self, compute: Callable[[], Any]) -> None:

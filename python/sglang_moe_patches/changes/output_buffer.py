@@ -6,8 +6,8 @@ Why
     and KV latents, which stay allocated in the same way.
 
 Hook points
-    * ``_initialize_model``: in each model that it returns, ``forward`` of the decoder layers with a dead input is
-      wrapped, so that these layers offer their input.
+    * ``_initialize_model``, which builds each model. In the new model, ``forward`` of the decoder layers with a dead
+      input is wrapped, so that these layers offer their input.
     * SGLang versions without an output buffer: ``fused_experts_none_to_flashinfer_trtllm_fp4`` takes the offered input,
       ``FusedMoE.__init__`` switches ``inplace`` off, and ``DeepseekV2AttentionMLA.forward`` frees attention's inputs.
     * SGLang versions with an output buffer (from 0.5.13 on): ``moe_output_buffer_ctx``, the engine's own offer. The
@@ -15,7 +15,8 @@ Hook points
 
 Skipped
     * Layers whose input is not proven dead, modules with forward hooks, and code under ``torch.compile``.
-    * Without FlashInfer, up to 0.5.12.post1: everything, but attention's inputs are still freed early.
+    * Servers without FlashInfer, up to 0.5.12.post1: layers offer nothing, and no runner takes an offer. Only
+      attention's inputs are freed early.
 
 Costs
     One comparison of storages in each layer.
@@ -26,9 +27,10 @@ How
     The CuteDSL runner does the same through cutedsl-sizing. The inputs of DeepSeek's attention are freed when
     ``self_attn`` returns.
 
-    SGLang versions with an output buffer have a fault: they offer the input of every DeepSeek MoE layer. If a layer
-    starts without a residual, its input *becomes* the residual, so every answer is wrong. This change disables the
-    engine's own offers. It offers dead inputs to the runners through the engine's channel instead.
+    SGLang versions with an output buffer have a fault: they offer the input of every DeepSeek MoE layer, even if it is
+    not dead. If a layer starts without a residual, its input *becomes* the residual. The experts then overwrite the
+    residual, so every answer is wrong. This change disables the engine's own offers, and offers only dead inputs. The
+    runners read this change's offers in the same place as the engine's.
 
 Upstream
     From 0.5.13 on the engine has an output buffer for DeepSeek-architecture models (sgl-project/sglang#25379), with the

@@ -143,7 +143,10 @@ def _compute_draft_tokens_per_request(server_args: Any) -> int:
 
 
 def _read_padding(server_args: Any) -> int:
-    """Return the number of tokens of which every padded forward pass is a multiple, such as 8, or 1 without padding."""
+    """Return the granularity of padding in tokens, or 1 without padding.
+
+    With a granularity of 8, for example, the engine pads a forward pass of 13 tokens to 16 tokens.
+    """
     if server_args.enable_dp_attention:
         return server_args.tp_size // server_args.dp_size
     scattered = server_args.moe_dense_tp_size == 1 or server_args.enable_attn_tp_input_scattered

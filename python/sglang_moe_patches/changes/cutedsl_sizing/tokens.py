@@ -22,16 +22,16 @@ class ForwardLimits:
         not chosen it yet.
     :param request_tokens: tokens of the longest request, or 0 if unknown. Prompt and output count, because a retracted
         request is prefilled with both.
-    :param unchecked_requests: whether the radix cache is disabled. A request with ``ignore_eos`` may then exceed
-        ``max_prefill_tokens``.
+    :param unchecked_requests: whether the radix cache is disabled. The engine then does not check whether a
+        request with ``ignore_eos`` fits into ``max_prefill_tokens``, so a prefill batch may have more tokens.
     :param requests: number of requests that can run at once on this rank, or 0 if unknown.
     :param other_tokens_per_request: largest number of tokens of one request in a draft or draft-extend forward pass.
     :param cache_tokens: tokens of the KV cache, or 0 if unknown. Every prefilled token occupies one token of the KV
         cache.
     :param probes_chunk: whether dynamic chunking over pipeline stages is on. At start-up the engine then runs forward
         passes of up to 1.25 chunks.
-    :param padding: number of tokens of which every padded forward pass is a multiple. It is the number of
-        tensor-parallel ranks within a data-parallel rank, or 1.
+    :param padding: granularity of padding in tokens: a padded forward pass has a multiple of this number. The value is
+        the number of tensor-parallel ranks within a data-parallel rank, or 1 without padding.
     """
 
     max_prefill_tokens: int
@@ -51,21 +51,24 @@ class ForwardLimits:
 def compute_max_forward_tokens(limits: ForwardLimits) -> int:
     """Return the largest number of tokens that one forward pass can have on one data-parallel rank.
 
-    The result is the maximum of several numbers. Upstream (sgl-project/sglang#26696) uses ``max_prefill_tokens``,
-    ``piecewise_tokens`` and ``graph_requests * draft_tokens``. The engine's scheduler (``PrefillAdder``,
-    ``ScheduleBatch``) can exceed them in these cases:
+    The engine's own computation (sgl-project/sglang#26696) is the maximum of ``max_prefill_tokens``,
+    ``piecewise_tokens`` and ``graph_requests * draft_tokens``. In these cases the engine's scheduler (``PrefillAdder``,
+    ``ScheduleBatch``) can exceed this maximum:
 
-    - The first request of a prefill batch is admitted whatever its length. It contributes one chunk, or all its tokens
-      if chunked prefill is off. A mixed chunk has no more tokens, because the scheduler first subtracts the running
-      decodes from the chunk and from ``max_prefill_tokens``.
-    - If chunked prefill is off, a further request must fit into ``max_prefill_tokens``. But with
+    - First request of a prefill batch: the scheduler admits it whatever its length. The request contributes one chunk,
+      or all its tokens if chunked prefill is off. Running decodes that join the chunk add no tokens, because the
+      scheduler first subtracts them from the chunk and from ``max_prefill_tokens``.
+    - Further requests if chunked prefill is off: usually they must fit into ``max_prefill_tokens``. But with
       ``unchecked_requests``, a request of any length may join a batch that is one token below ``max_prefill_tokens``.
-    - Dynamic chunking with pipeline stages first profiles the model with one request of up to ``int(1.25 * chunk)``
-      tokens (``SchedulerPPMixin.profile_and_init_predictor``). The chunks that it chooses later stay within
-      ``max_prefill_tokens``.
-    - A decode batch may be larger than the largest captured batch, and then runs eagerly. The autotuner's dummy batch
-      may be as large.
-    - A draft step has ``topk`` tokens per request. A draft-extend step has ``num_steps + 1`` or more.
+    - Dynamic chunking with pipeline stages: the engine first profiles the model with one request of up to
+      ``int(1.25 * chunk)`` tokens (``SchedulerPPMixin.profile_and_init_predictor``). The chunks that the engine chooses
+      later stay within ``max_prefill_tokens``.
+    - Decode batches: a batch may be larger than the largest captured batch, and then runs without a CUDA graph. The
+      dummy batch of the autotuner may have the same size.
+    - Speculation: a draft step has ``topk`` tokens per request. A draft-extend step has ``num_steps + 1`` or more.
+
+    The result is the maximum of the engine's number and of the numbers of these cases, rounded up to a multiple of
+    ``padding``. If ``cache_tokens`` is known, it limits the numbers of the prefill cases.
     """
     upstream = max(limits.max_prefill_tokens, limits.piecewise_tokens, limits.graph_requests * limits.draft_tokens)
     if limits.chunk_tokens is not None:
@@ -89,8 +92,8 @@ def compute_other_tokens_per_request(topk: int, steps: int, *, multi_layer: bool
     :param topk: ``speculative_eagle_topk``.
     :param steps: ``speculative_num_steps``. With adaptive speculation it is the largest number of steps that the engine
         may choose.
-    :param multi_layer: whether each draft step has a layer of its own. Step ``i`` then extends by ``steps + 1 + i``
-        tokens.
+    :param multi_layer: whether each draft step has a layer of its own. The draft-extend forward pass of step ``i``
+        (from 0 on) then has ``steps + 1 + i`` tokens. With 3 steps these are 4, 5 and 6 tokens.
     """
     return max(topk, 2 * steps if multi_layer else steps + 1, 1)
 

@@ -40,9 +40,10 @@ _CAPTURE_MODULES = (
 
 
 class SharedMoE:
-    """Replacement for FlashInfer's ``CuteDslMoEWrapper``, which several layers share.
+    """Replacement for FlashInfer's ``CuteDslMoEWrapper``. Several layers share one replacement.
 
-    Layers share a replacement if their wrappers have the same arguments and the layers run one after another.
+    Layers can share a replacement if their wrappers would have the same arguments, and if the layers run one after
+    another.
 
     :param wrapper: FlashInfer's wrapper, with its buffers for CUDA graphs.
     :param ranks: number of data-parallel ranks whose tokens are computed together. Only log messages use it.
@@ -176,7 +177,7 @@ _BUFFERS = "_allocate_buffers"
 def _make_class_without_output(real: Any, patcher: Patcher) -> Any:
     """Return a subclass of FlashInfer's wrapper that allocates no memory for its output.
 
-    If FlashInfer's class does not allocate its buffers as expected, return that class itself.
+    If FlashInfer's class does not allocate its buffers as expected, return FlashInfer's class unchanged.
     """
     import torch
 
@@ -201,8 +202,8 @@ def _make_class_without_output(real: Any, patcher: Patcher) -> Any:
 
 
 def _construct_wrapper(real: Any, layer: Any, is_capturing: Callable[[], bool], **arguments: Any) -> Any:
-    """Return the CuteDSL wrapper for a layer. Layers with the same arguments share a wrapper, unless the server may run
-    them at the same time.
+    """Return the CuteDSL wrapper for a layer. Layers with the same arguments share one wrapper, unless the server may
+    run two layers at the same time.
 
     The engine calls this function in place of ``CuteDslMoEWrapper(**arguments)``.
 

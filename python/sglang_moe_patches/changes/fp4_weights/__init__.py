@@ -1,26 +1,31 @@
 """fp4-weights: lay out FP4 experts in the memory into which they were loaded, and free scales that no code reads.
 
 Why
-    * NVFP4 for TRT-LLM: the layout of a layer allocates thousands of tensors, and more than a second copy of the layer.
-    * MXFP4 for ``triton_kernels``: the layout takes nearly six times a layer's weights, and leaves holes in the
-      allocator. The loaded scales stay allocated although no code reads them (gpt-oss).
-    * Marlin: the engine repacks a layer's experts into a list and a stack, while the loaded experts are still
-      allocated. MXFP4's unpacked scales stay allocated although no code reads them (DeepSeek-V4).
+    After a layer is loaded, the engine *lays out* its experts: it converts them to the layout that a kernel reads.
+
+    * NVFP4 for TRT-LLM: to lay out one layer, the engine allocates thousands of tensors, and more than a second copy of
+      the layer.
+    * MXFP4 for ``triton_kernels``: to lay out one layer, the engine needs temporary memory of nearly six times the
+      layer's weights. Holes remain in the allocator: reserved memory that no later tensor fits into. The loaded scales
+      stay allocated although no code reads them (gpt-oss).
+    * Marlin, which calls the conversion *repack*: the engine repacks a layer's experts into a list, and then stacks the
+      list, while the loaded experts are still allocated. MXFP4's unpacked scales stay allocated although no code reads
+      them (DeepSeek-V4).
     * NVFP4: ``create_weights`` allocates swizzled block scales that neither TRT-LLM nor Marlin reads. With Marlin these
       scales stay allocated.
 
 Hook points
     * ``prepare_static_weights_for_trtllm_fp4_moe``, in ``quantization.utils`` and in every module that imported it by
       name. :mod:`.shuffle` replaces it by a function that shuffles its arguments in place. The engine's
-      ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies each result into its parameter. This copy is free,
-      because source and destination are the same view of one storage. If the engine pads the intermediate size first,
-      the padded copies are shuffled in place, and become the parameters.
+      ``align_fp4_moe_weights_for_flashinfer_trtllm`` then copies each result into its parameter. This copy takes no
+      time, because the result already is the parameter's memory. If the engine pads the intermediate size first, it
+      makes padded copies of the weights. These copies are then shuffled in place, and become the parameters.
     * ``swizzle_blockscale``, while ``ModelOptNvFp4FusedMoEMethod.create_weights`` runs for a TRT-LLM backend. The
       function then returns a placeholder (:func:`_make_placeholder`). Releases from 0.5.13 on create no block scales.
     * ``create_moe_runner``, in which the engine decides whether Marlin runs a layer. If Marlin runs it, placeholders
       replace the layer's swizzled scales.
-    * ``_swizzle_mxfp4`` and ``Mxfp4MoEMethod.create_weights``: :mod:`.in_parts` lays out a few experts at a time, in
-      memory that is large enough for the result from the start.
+    * ``_swizzle_mxfp4`` and ``Mxfp4MoEMethod.create_weights``: ``create_weights`` allocates memory that is large enough
+      for the laid-out experts. :mod:`.in_parts` then lays out a few experts at a time in this memory.
     * ``process_weights_after_loading`` of MXFP4's quantization methods. Afterwards placeholders replace the scales that
       the method's ``apply`` never reads (:mod:`.unread`). A placeholder accepts a weight update, as the stock engine's
       parameter does. On Hopper, zeros are put after the remaining scales (:func:`append_zeros_to_scales`).
@@ -32,12 +37,12 @@ Skipped
     FlashInfer.
 
 Costs
-    No time in a forward pass. Loading returns the allocator's unused segments to the driver before and after each
-    layer's layout.
+    No time in a forward pass. Before and after each layer is laid out, the allocator's unused segments are returned to
+    the driver.
 
 Upstream
-    * The shuffle for TRT-LLM: from 0.5.13 on, sglang preallocates the outputs. This leaves no fragments, but is slower
-      and still makes a second copy of the layer. TensorRT-LLM#16125 reports the same temporary memory.
+    * The shuffle for TRT-LLM: from 0.5.13 on, sglang preallocates the outputs. The memory is then not fragmented, but
+      this is slower and still makes a second copy of the layer. TensorRT-LLM#16125 reports the same temporary memory.
     * NVFP4's unread block scales: with TRT-LLM, sglang frees them after loading from 0.5.12 on, and creates none from
       0.5.13 on. With Marlin it keeps them in all releases (#38092, open).
     * Marlin: 0.5.17 deletes DeepSeek-V4's scales after the repack, 0.5.13 does not. #31898 (open) stacks the experts
@@ -164,7 +169,7 @@ def append_zeros_to_scales(method: Any) -> None:
     """Move a layer's scales to memory that ends with zeros, because ``triton_kernels`` reads beyond the end of the
     scales.
 
-    Without the zeros, the memory after the scales has arbitrary bytes, and the kernel reads a byte of 255 as a NaN.
+    Without the zeros, arbitrary bytes follow the scales. If one of these bytes is 255, the kernel reads it as a NaN.
     gpt-oss's SwiGLU clamps the NaN to an ordinary number, so the output is wrong (triton-lang/triton#10772,
     sglang#36456). :func:`.in_parts.count_bytes_read_behind` returns the number of zeros.
 
@@ -368,8 +373,9 @@ def _serves_by_marlin_alone() -> bool:
 def _probe_unread() -> Install | None:
     """Return an installer that wraps ``process_weights_after_loading`` of the engine's quantization methods for MXFP4.
 
-    During the call, the layout may overwrite the loaded weights. After the call, the wrapper frees the scales that no
-    kernel reads (:func:`free_unread_scales`), and puts zeros after all other scales (:func:`append_zeros_to_scales`).
+    During the engine's function, laid-out experts may overwrite the loaded weights. After the function, the wrapper
+    frees the scales that no kernel reads (:func:`free_unread_scales`). If the kernel reads beyond the end of the
+    remaining scales, the wrapper puts zeros after them (:func:`append_zeros_to_scales`).
 
     :returns: ``None`` if the engine has no quantization method for MXFP4 experts.
     """

@@ -1,14 +1,18 @@
 """Lay out MXFP4 experts for ``triton_kernels``, a few experts at a time, in the memory of the loaded experts.
 
-The engine lays out all experts of a layer at once. Its temporary tensors take nine times the memory of the first GEMM's
-weights. Laid-out weights end up in a piece of a temporary tensor's memory. No later tensor fits into the rest of this
-memory, which is called a *hole*.
+To *lay out* experts means to convert them to the layout that the kernel reads. The engine lays out all experts of a
+layer at once. Its temporary tensors take nine times the memory of the first GEMM's weights. After the conversion, the
+laid-out weights use only a piece of a temporary tensor's memory. The rest of this memory is a *hole*: no later tensor
+fits into it.
 
-With this module, the engine's function lays out one part of the experts after the other. The layout treats each expert
-separately, so the result has the same bytes. Each part is written over the loaded experts from which it was made. A
-laid-out expert of gpt-oss is 2 % larger than a loaded expert, because its rows are padded. Therefore
-:func:`create_with_room` allocates memory for the laid-out weights, and places the loaded weights at its end. The layout
-then allocates and frees no memory as large as the weights, so holes stay small.
+With this module, the engine's function lays out one part of the experts after the other. The function converts each
+expert separately, so the result has the same bytes. Each part is written over the loaded experts from which it was
+made.
+
+A laid-out expert of gpt-oss is 2 % larger than a loaded expert, because its rows are padded. Therefore
+:func:`create_with_room` allocates memory with the size of the laid-out weights, and places the loaded weights at the
+end of this memory. Laid-out experts are written from the start of this memory on, so they never overtake the loaded
+experts. No temporary tensor is as large as the layer's weights, so holes stay small.
 
 To learn the shapes and strides of the whole result, this module runs the engine's function for all experts on the
 ``meta`` device. If parts cannot give the same result, the engine lays out all experts at once.
@@ -40,8 +44,8 @@ _ALIGNMENT = 512
 _HOPPER_SCALES = "HOPPER_SCALE"
 """Name of the layout of scales on Hopper in ``triton_kernels``."""
 _SCALE_BYTES_AT_ONCE = 128
-"""Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales. These are the scales of a tile
-of 128 weights."""
+"""Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales. These bytes are the scales of a
+tile of 32 x 128 weights: one scale for every 32 weights of a row."""
 
 
 class Layout(NamedTuple):
@@ -113,11 +117,12 @@ def create_with_room(swizzle: Callable[..., Any], create: Callable[[], Any], lay
     """Create a layer's parameters on the GPU, with extra memory for parameters that get larger when they are laid out.
 
     The extra bytes lie before the parameter, in the same allocation. The engine's ``create_weights`` runs on the
-    ``meta`` device, and this function then allocates each parameter once. If the weights were allocated on the GPU
-    first and moved afterwards, a hole would remain, because the allocator puts biases into the same segment.
+    ``meta`` device, and this function then allocates each parameter once. If the engine allocated the weights on the
+    GPU and this function moved them, a hole would remain: the freed memory shares a segment of the allocator with
+    biases, so the segment could not be returned to the driver.
 
     :param swizzle: the engine's ``_swizzle_mxfp4``.
-    :param create: the engine's ``create_weights``, which fills each parameter with one number.
+    :param create: the engine's ``create_weights``. It fills all elements of a parameter with the same number.
     :returns: the result of ``create``.
     :raises engine.Unsupported: ``create`` fills a parameter in another way. The layer then has parameters without
         memory, so the caller must run ``create`` again.
@@ -175,13 +180,16 @@ class _FillRecorder(TorchFunctionMode):
 
 
 def _count_extra_bytes(layout: Layout | None, name: str, parameter: Any) -> int:
-    """Return the bytes to allocate in addition to a parameter, because the parameter grows when it is laid out.
+    """Return the number of bytes to allocate in addition to a parameter, because the parameter grows when it is laid
+    out.
 
-    The layout writes the laid-out weights over the loaded weights, so they must fit into this memory. It writes the
-    laid-out scales to new memory, because the loaded scales are still in use. Later the loaded scales are freed, and
-    the laid-out scales move into the freed memory, so they must fit, too.
+    The memory of loaded weights must have room for the laid-out weights, which are written over the loaded weights. The
+    memory of loaded scales must have room for the laid-out scales. Laid-out scales are first written to new memory,
+    because the loaded scales are still in use. When the loaded scales are freed, the laid-out scales move into the
+    freed memory.
 
-    :param layout: layout of the weights and scales to which the parameter belongs; ``None`` if it has no layout.
+    :param layout: layout of the weights and scales to which the parameter belongs, or ``None`` for a parameter that is
+        not laid out, such as a bias.
     """
     if layout is None:
         return 0
@@ -193,8 +201,9 @@ def _count_extra_bytes(layout: Layout | None, name: str, parameter: Any) -> int:
 def count_bytes_read_behind(storage: Any) -> int:
     """Return the number of bytes that ``triton_kernels`` reads after the end of laid-out scales.
 
-    On Hopper the kernel reads the scales of 128 weights at once, without a mask. If the length of a row is no multiple
-    of 128 (gpt-oss: 2,880), the kernel reads memory after the last row. On other GPUs the result is 0.
+    On Hopper the kernel reads 128 bytes of a row of scales at once, without a mask. If the length of a row is no
+    multiple of 128, the kernel reads memory after the last row. For gpt-oss, whose rows have 2,880 bytes, these are 64
+    bytes. On other GPUs the result is 0.
 
     :param storage: object of ``triton_kernels`` whose ``data`` has the scales [experts, bytes of a row, rows].
     """
@@ -206,7 +215,8 @@ def count_bytes_read_behind(storage: Any) -> int:
 def free_cached_memory() -> None:
     """Return the allocator's unused segments to the driver, so that the next large tensor gets a segment of its own.
 
-    If the allocator cuts a tensor out of a larger free block, the rest of the block cannot be returned to the driver.
+    Without this call, the allocator may place the tensor in a larger free block. It then cannot return the rest of the
+    block to the driver, as long as the tensor is allocated.
     """
     torch.cuda.empty_cache()
 
@@ -214,16 +224,17 @@ def free_cached_memory() -> None:
 # --- The conversion --------------------------------------------------------------------------------------------------
 
 _shared_storages: ContextVar[list[int] | None] = ContextVar("sglang_moe_patches_shared_storages", default=None)
-"""Storages that must not be overwritten during the layout of the current layer, because objects outside the layer refer
-to them. ``None`` means that no weights may be overwritten."""
+"""Storages that must not be overwritten while the current layer is laid out, because objects outside the layer refer to
+them. ``None`` means that no weights may be overwritten."""
 
 
 @contextmanager
 def allow_overwriting(layer: Any) -> Iterator[None]:
-    """Context manager around the engine's layout of a layer. It lets the layout overwrite the loaded weights.
+    """Context manager within which laid-out experts may overwrite a layer's loaded weights.
 
-    This is safe, because no code reads the loaded weights after the layout (:func:`require_last_use`). If an object
-    outside the layer refers to a weight's memory, this memory is not overwritten.
+    The engine lays out the layer within this context. Overwriting is safe, because no code reads the loaded weights
+    afterwards (:func:`require_last_use`). If an object outside the layer refers to a weight's memory, this memory is
+    not overwritten.
     """
     loaded = all(layer._parameters.get(name) is not None for name in WEIGHTS)
     token = _shared_storages.set(repack.find_shared_storages(layer) if loaded else None)
@@ -272,11 +283,13 @@ def _assign_memory(layout: Layout, loaded: Any | None, device: Any) -> None:
 
 
 def _find_memory(weight: Any, data: Any) -> Any:
-    """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight, or ``None`` if it does
-    not fit.
+    """Return a tensor with the shape and strides of ``data`` in the memory of a loaded weight.
 
-    This memory includes the extra bytes before the weight (:func:`create_with_room`), and the tensor begins at the
-    first of them. Parts are written from the first expert on, so no part overwrites an expert that was not read yet.
+    The result is ``None`` if the tensor does not fit.
+
+    The extra bytes before the weight (:func:`create_with_room`) belong to this memory, too. The returned tensor begins
+    with these extra bytes. Laid-out experts are written in order, so they only overwrite loaded experts that were
+    already read.
     """
     begin = weight.storage_offset() * weight.element_size()
     if not weight.is_contiguous() or data.dtype != weight.dtype or data.nbytes > begin + weight.nbytes:
@@ -288,7 +301,7 @@ def _find_memory(weight: Any, data: Any) -> Any:
 
 
 def require_last_use(process: Any, swizzle: str) -> None:
-    """Check that the engine does not read a layer's loaded weights after their layout.
+    """Check that the engine does not read a layer's loaded weights after it has laid them out.
 
     :param process: the engine's ``process_weights_after_loading``.
     :param swizzle: name of the engine's function that lays out experts (``_swizzle_mxfp4``).

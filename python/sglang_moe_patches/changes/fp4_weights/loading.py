@@ -1,7 +1,7 @@
-"""Predict the memory that loading a model's experts takes in addition to its weights, from a layer that is not loaded.
+"""Predict the memory that loading a model's experts takes in addition to the weights, without loading the model.
 
-This module reads the sizes of the layer, and finds the scales that no kernel reads. :mod:`.sizes` computes the memory
-from these sizes. ``doctor`` calls this module in a process that has built the model with fake tensors.
+``doctor`` calls this module in a process that has built the model with fake tensors. This module reads the sizes of one
+MoE layer, and finds the scales that no kernel reads. :mod:`.sizes` computes the memory from these sizes.
 """
 
 from __future__ import annotations

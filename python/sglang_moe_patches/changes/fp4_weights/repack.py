@@ -1,12 +1,18 @@
 """Repack FP4 experts for Marlin in place: write each repacked expert over the loaded expert from which it was made.
 
-The engine repacks expert by expert into a list and stacks the list, while the loaded weights are still allocated. A
-repacked expert has as many bytes as the loaded one. This module writes the repacked expert over the loaded expert as
-soon as the kernel is done. The stack of all experts then is the memory of the loaded weights.
+*Repack* is Marlin's name for the conversion of loaded weights to the layout that its kernel reads. The engine repacks
+one expert after the other into a list, and then stacks the list. Meanwhile the loaded weights are still allocated.
 
-Two conditions must hold: only the layer refers to this memory, and no code reads the loaded weights any more. Reference
-counts decide the first condition for each layer, and the engine's source decides the second (:func:`require_last_use`).
-If a condition fails, the engine repacks into its own list and stack.
+A repacked expert has as many bytes as the loaded expert. Therefore this module writes each repacked expert over the
+loaded expert as soon as the kernel is done. When the engine calls ``torch.stack``, all repacked experts already lie one
+after the other in the memory of the loaded weights. The call then returns this memory instead of a new tensor.
+
+Two conditions must hold:
+
+- Only the layer refers to the memory of the loaded weights. Reference counts show this for each layer.
+- No code reads the loaded weights after the repack. The engine's source code shows this (:func:`require_last_use`).
+
+If a condition does not hold, the engine repacks into its own list and stack.
 """
 
 from __future__ import annotations
@@ -40,7 +46,8 @@ def _count_references(parameters: Mapping[str, Any], name: str) -> tuple[int, in
 def find_shared_storages(layer: Any) -> list[int]:
     """Return the storages of a layer's weights that must not be overwritten, because other objects refer to them.
 
-    To detect such references, the reference counts of a weight are compared with the counts of a new parameter.
+    If only the layer refers to a weight, the weight has the same reference counts as a new parameter. With other counts
+    the weight's storage must not be overwritten.
 
     :returns: addresses of the storages' C++ objects.
     """

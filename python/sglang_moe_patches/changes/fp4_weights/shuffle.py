@@ -146,9 +146,9 @@ def compute_row_permutations(
     """Return the row permutations of a layer's four tensors, or ``None`` if a tensor's layout is no permutation of
     rows.
 
-    The cache keeps only CPU tensors, because the contents of device memory may be lost. The engine's memory saver may
-    unmap memory that was allocated while weights were loaded, for example between RL steps. The next reload would then
-    shuffle rows by a wrong index.
+    The result is cached. Its tensors are on the CPU, because device memory may lose its contents: the engine's memory
+    saver may unmap memory that was allocated during loading, for example between RL steps. With cached tensors in this
+    memory, the next reload would shuffle rows by a wrong index.
 
     :raises AssertionError: FlashInfer does not allow the shape.
     """
@@ -400,8 +400,9 @@ def uses_triton(device: torch.device) -> bool:
 def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Sequence[torch.Tensor | None]:
     """Copy the row numbers (`kernel_index`) of each permutation to the device, and return the copies.
 
-    If the device runs no Triton kernels, return ``None`` for each permutation. All row numbers are copied at once, at
-    most some tens of KB. Their CPU memory is pageable, so it may be freed when the function returns.
+    If the device runs no Triton kernels, return ``None`` for each permutation. One copy transfers the row numbers of
+    all permutations, at most some tens of KB. The CPU tensor may be freed when this function returns: its memory is
+    pageable, so CUDA has already read it, although the copy is asynchronous (``non_blocking``).
     """
     if not uses_triton(device):
         return [None] * len(permutations)

@@ -49,7 +49,9 @@ class Loading(NamedTuple):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes beside the weights that stay allocated or reserved after loading. The KV cache cannot use them."""
+        """Bytes that stay allocated or reserved after loading, in addition to the weights. The KV cache cannot use this
+        memory.
+        """
         return self.growth + self.unread + self.holes
 
     @property

@@ -1,11 +1,13 @@
 """Find scales of a layer that no code reads after the weights were processed.
 
-This module reads the source code of all functions that may read the layer's attributes.
+This module examines the source code of all functions that may read a scale, an attribute of the layer.
 
 :class:`_Reader` follows the statements of the quantization method's ``apply``, and of every function to which ``apply``
-passes the layer. If the source of such a function cannot be followed, all scales count as read. If the condition of an
-``if`` has a known value, only the branch that runs is followed, else both branches. A value is known if it depends only
-on attributes that no longer change, on the engine's globals, and on functions that return one expression.
+passes the layer. If the source of such a function cannot be followed, all scales count as read.
+
+At an ``if``, both branches are followed. If the value of the condition is known, only the branch that runs is followed.
+A value is known if it depends only on attributes that no longer change, on the engine's globals, and on functions whose
+body is one ``return`` statement.
 
 A scale also counts as read if its name occurs in another function of the quantization method, or in a function of the
 layer. Weight loaders and functions that prepare the weights are exceptions.
@@ -389,7 +391,8 @@ class _Reader:
     def _follow_call(self, call: ast.Call) -> set[ast.AST]:
         """If ``call`` passes the layer to a function, record the attributes that this function may read, too.
 
-        :returns: the arguments of ``call`` that are the layer. The caller need not check them again.
+        :returns: syntax nodes of the arguments with which ``call`` passes the layer. These uses of the layer are
+            harmless, because the called function has been followed. All other uses may keep a reference to the layer.
         """
         positions = [place for place, value in enumerate(call.args) if self._is_subject(value)]
         keywords = [word.arg for word in call.keywords if word.arg and self._is_subject(word.value)]

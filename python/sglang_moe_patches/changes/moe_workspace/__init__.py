@@ -160,8 +160,8 @@ def _offer_dead_input() -> tuple[Install | None, str]:
 def _find_size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
     """Return why no forward pass ran in column slices, given the sizes of the largest expert outputs.
 
-    The outputs may be too small to cut. This function does not know which runner the layers use. If Triton and Marlin
-    cut tensors from different sizes on, the reason names both sizes.
+    The outputs may be too small to cut. This function does not know which runner the layers use. If the smallest size
+    that is cut differs between Triton and Marlin, the reason names the sizes of both.
     """
     tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
     thresholds = {

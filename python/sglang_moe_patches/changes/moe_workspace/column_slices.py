@@ -137,8 +137,8 @@ class RunnerMemory(NamedTuple):
 class TritonGemm(NamedTuple):
     """Properties of the Triton runner's second GEMM that decide how wide the column slices are.
 
-    :param tiles: the engine's tile configuration. Each slice begins at the edge of a tile. Without a configuration
-        (``None``), the time that slices cost is ignored.
+    :param tiles: the engine's tile configuration. Each slice begins at the edge of a tile. If ``tiles`` is ``None``,
+        the time that slices cost is ignored.
     :param quantized: whether the activations are quantized to one byte per element (FP8 or INT8).
     :param activation_in_dead_input: whether the activation's output lies in the dead input, which is allocated anyway.
     :param uses_staging: whether slices are written to a staging buffer, which is copied into the output after the last
@@ -259,18 +259,20 @@ def choose_slice_width(
     The result is ``hidden`` if the tensor is not cut. More slices save memory, but cost time. Without ``max_bytes``,
     three limits bound the number of slices:
 
-    - Memory at the activation. Slices do not lower the memory that is allocated while the activation runs. If a
-      slice fits into this memory beside the second GEMM's input, it need not be narrower. Such a slice has 2 I columns
-      (I = ``intermediate``). With quantized activations it has 2.5 I columns, or 1.5 I if the activation's output lies
-      in the dead input.
-    - Memory that each further slice saves. The ``n``-th slice saves about 1/n^2 of the tensor. It must save at least
-      :data:`MIN_BYTES_SAVED_PER_SLICE`.
-    - Time. All slices together cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time
+    - Memory at the activation: slices do not lower the memory that is allocated while the activation runs. Let I be
+      ``intermediate``. With 16-bit activations, this memory has room for 3 I columns: 2 I for the first GEMM's output
+      and I for the activation's output. The activation's output is the second GEMM's input, so it stays allocated.
+      2 I columns remain for a slice. Narrower slices would not lower the peak memory. If the activations are quantized,
+      2.5 I columns remain, or 1.5 I if the activation's output lies in the dead input.
+    - Memory that each further slice saves: the ``n``-th slice saves about 1/n^2 of the tensor. For example, the
+      slices of a 1,000 MB tensor have 250 MB each if there are four, and 200 MB if there are five, so the fifth slice
+      saves 50 MB. Each slice must save at least :data:`MIN_BYTES_SAVED_PER_SLICE`.
+    - Time: all slices together cost at most :data:`MAX_SLOWDOWN_FRACTION` of the layer's time
       (:func:`find_max_affordable_slices`).
 
-    :param max_bytes: the user's limit for the runner's memory in bytes, or ``None``. The tensor is then cut into the
-        fewest slices that keep the runner's memory within this limit, whatever time they cost. If the memory at the
-        activation is larger than the limit, it replaces the limit.
+    :param max_bytes: the user's limit for the runner's memory in bytes, or ``None``. With a limit, the tensor is cut
+        into the fewest slices that keep the runner's memory within the limit, whatever time they cost. If the memory at
+        the activation exceeds the limit, that memory becomes the limit.
     :param ignores_time: whether to ignore the time that slices cost.
     """
     if max_bytes is None and layer.tensor_bytes < MIN_TENSOR_BYTES:
@@ -370,7 +372,8 @@ def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], ro
     """Return the largest number of slices that together cost at most ``budget_us`` microseconds. The first slice costs
     nothing.
 
-    The number of further slices is limited to ``rows``, only so that the result is finite if the budget is infinite.
+    If each further slice costs 40 us, for example, a budget of 100 us allows three slices. The result is
+    at most ``1 + rows``, so it is finite even if the budget is infinite.
 
     :param slice_us: cost of each slice after the first in microseconds, as a pair: a constant, and an amount for each
         row.
@@ -416,10 +419,12 @@ def read_max_bytes() -> int | None:
 def compute_min_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which the Triton runner's expert outputs are never cut.
 
-    Each forward pass compares the size of its expert outputs with the result first, because the comparison is cheap.
+    Each forward pass first compares the size of its expert outputs with this size, because the comparison is cheap.
 
     :param max_bytes: the user's limit for the runner's memory, or ``None``. With a limit, the result is a quarter of
-        it. Slices of smaller expert outputs are not needed, or do not help.
+        the limit, such as 100 MB for a limit of 400 MB. For smaller expert outputs there are two cases. Either the
+        layer stays within the limit without slices, or the activation needs the most memory, and slices would not
+        help.
     """
     # Let T be the bytes of the expert outputs, and A the bytes of the activation's output.
     # - The activation needs at least 2 A. Slices do not change this.
@@ -431,9 +436,10 @@ def compute_min_tensor_bytes(max_bytes: int | None) -> int:
 def compute_min_packed_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which the expert outputs of Marlin, whose weights are packed, are never cut.
 
-    :param max_bytes: the user's limit for the runner's memory, or ``None``. With a limit, the result is a third of it.
-        The second GEMM needs three tensors, and slices help only if the expert outputs are the largest of them. If the
-        largest has less than a third of the limit, all three fit without slices.
+    :param max_bytes: the user's limit for the runner's memory, or ``None``. With a limit, the result is a third of the
+        limit, such as 100 MB for a limit of 300 MB. The second GEMM needs three tensors, and slices help only if the
+        expert outputs are the largest of these tensors. If the expert outputs are then smaller than a third of the
+        limit, all three tensors fit without slices.
     """
     # The second GEMM needs three tensors: the expert outputs, the activation's output and the layer's output. If slices
     # help, the expert outputs are the largest of the three.

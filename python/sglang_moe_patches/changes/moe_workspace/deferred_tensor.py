@@ -93,8 +93,8 @@ class DeferredTensor:
     def unsqueeze(self, dim: int) -> Any:
         """Allocate the real tensor of expert outputs, and return it with one more dimension.
 
-        The engine calls this method only if it does not sum over the top-k (``no_combine``). It then returns the real
-        tensor as its output.
+        The engine calls this method only if it does not sum over the top-k (``no_combine``). The engine's function then
+        returns the real tensor.
         """
         self.tensor = self.allocate(self.shape)
         return self.tensor.unsqueeze(dim)
@@ -145,8 +145,9 @@ class FusedMoeCall:
     :param uses_staging: whether slices are first written to a staging buffer, because another stream may still read
         the input.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
-    :param dead_input_address: address of the dead input if the engine received it for the activation's output, else
-        ``None``. gpt-oss's activation does not use this memory, so the second GEMM's input has another address.
+    :param dead_input_address: address of the dead input if the engine received this memory for the activation's output,
+        else ``None``. If the second GEMM's input has the same address, the activation's output lies in the dead input.
+        The address differs for gpt-oss, whose activation allocates its own output.
     """
 
     gate_columns: int

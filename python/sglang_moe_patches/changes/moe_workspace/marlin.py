@@ -5,9 +5,9 @@ first GEMM's output as a separate tensor, which is freed after the activation ha
 deferred: the sum over the top-k runs the engine's GEMM and this package's sum for one column slice after the other.
 
 Marlin packs its weights in tiles of 16 rows and 64 columns. Packing moves columns only within a tile, so a column slice
-of whole tiles has the same columns before and after packing. The GEMM needs contiguous weights and scales. Those of a
-slice are not contiguous, so they are copied before the GEMM. One launch copies the weights and scales of a slice, and
-sums the slice before it. All kernels run on the caller's stream, and no tensor outlives the call.
+of whole tiles has the same columns before and after packing. The GEMM needs contiguous weights and scales. The weights
+and scales of a slice are not contiguous, so they are copied before the slice's GEMM. The same kernel launch also sums
+the previous slice over the top-k. All kernels run on the caller's stream, and no tensor outlives the call.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class DeferredOutput:
 
     :param call: call of the engine's Marlin function to which the output belongs.
     :param allocate_elements: function that allocates the slices, as for :class:`_BothOutputs`.
-    :cvar dtype: always ``None``, so that the engine calls its general sum. It has special sums for some dtypes.
+    :cvar dtype: always ``None``. The engine has special sums for some dtypes. For ``None`` it calls its general sum.
     """
 
     call: MarlinCall

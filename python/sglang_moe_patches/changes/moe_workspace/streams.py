@@ -2,13 +2,17 @@
 
 Some modules run their shared experts at the same time as their routed experts, on another stream and on the same input.
 If the routed experts work in place, they write their output over this input, without waiting for the other stream. With
-the engine's own function this is safe, because it writes the output only after the whole second GEMM. Column slices
-would write their first columns earlier.
+the engine's own function this is safe, because it writes the output only after the whole second GEMM. With column
+slices, the first columns of the output would be written earlier.
 
 :data:`has_concurrent_reader` becomes true if one module meets two conditions: its class has a method that uses the name
-``stream``, and its shared experts are not fused into the routed experts. It affects all layers of the process that work
-in place: the Triton runner then writes slices to a staging buffer and copies them into the output at the end, and
-Marlin does not cut the layer. If it is true by mistake, time or memory is wasted, but results stay the same.
+``stream``, and its shared experts are not fused into the routed experts. If the variable is true, all layers of the
+process that work in place run differently:
+
+- The Triton runner writes slices to a staging buffer. After the last GEMM it copies the buffer into the output.
+- Marlin does not cut the expert outputs.
+
+If the variable is true by mistake, time or memory is wasted, but results stay the same.
 """
 
 from __future__ import annotations
@@ -78,5 +82,5 @@ def probe(check_model: Callable[[Any], None] = lambda model: None) -> Install:
 
 
 def _assume_concurrent_reader(patcher: Patcher) -> None:
-    """Set :data:`has_concurrent_reader` to True until the patcher is undone."""
+    """Set :data:`has_concurrent_reader` to True. When ``patcher`` undoes its changes, the old value returns."""
     patcher.replace(sys.modules[__name__], "has_concurrent_reader", True)

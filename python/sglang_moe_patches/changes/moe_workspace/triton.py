@@ -69,9 +69,11 @@ class _FusedMoeTorch(takers.OutputTorch):
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:
         """Replacement for ``torch.empty`` inside the fused-MoE function.
 
-        Instead of the expert outputs, the only tensor with three dimensions, it returns a :class:`DeferredTensor`. If
-        the layer works in place, and the activation's output fits into the offered dead input, it returns this memory.
-        All other tensors are allocated as usual.
+        The result depends on the tensor that the engine allocates:
+
+        - expert outputs, the only tensor with three dimensions: a :class:`DeferredTensor`,
+        - activation's output of a layer that works in place: the offered dead input, if the tensor fits into it,
+        - any other tensor: a new tensor, as usual.
         """
         if len(size) == 3:
             return DeferredTensor(size, device, dtype)
@@ -92,7 +94,8 @@ def can_run_in_columns(tokens: int, top_k: int, hooks: Any, defer_sum: Any) -> b
 
     These calls run without slices:
 
-    - calls with LoRA hooks or a deferred sum, because they need the whole expert outputs,
+    - calls with LoRA hooks (``hooks``), because the hooks need the whole expert outputs,
+    - calls with ``defer_sum``, because the caller sums the expert outputs later,
     - calls with a top-k of 1 or 2, because the engine does not call its sum,
     - calls with at most 32 tokens, because the engine's compiled sum adds in another order.
     """

@@ -20,10 +20,10 @@ Costs
 
 How
     Reading the number of received rows from the device would synchronize in every layer. The CPU knows an upper bound
-    (:mod:`.bound`), which follows from the rows of each data-parallel rank and from the rows that this rank has sent. A
-    cut to this bound loses no row. If no bound can be proven, the user's limit is applied, and an assertion on the
-    device checks the number of received rows. While a CUDA graph is captured, the bound is computed for the padded
-    batch, because every rank replays the graph with a batch of this size.
+    of this number (:mod:`.bound`). The bound follows from the rows of each data-parallel rank, and from the rows that
+    this rank has sent. A cut to the bound loses no row. If no bound can be proven, the user's limit is applied, and an
+    assertion on the device checks the number of received rows. While a CUDA graph is captured, the bound is computed
+    for the padded batch, because every rank replays the graph with a batch of this size.
 
 Upstream
     From 0.5.11 on the engine has the limit (sgl-project/sglang#22952). From 0.5.19 on it also has
@@ -57,10 +57,10 @@ def _find_skip(server_args: Any) -> Skip | None:
 
 
 def _count_cut_rows(cut: Any, dispatched: Any, *args: Any) -> int:
-    """Return how many rows fewer the MoE kernel computes in one call because of :func:`.hooks.truncate`.
+    """Return the number of rows by which :func:`.hooks.truncate` reduced the MoE kernel's work in one call.
 
-    Without :func:`.hooks.truncate` the kernel would compute the rows of the engine's own cut, or the whole buffer if
-    the engine does not cut.
+    Without this function the kernel would compute the rows of the engine's own cut, or the whole buffer if the engine
+    does not cut. If 1,000 rows would be computed, for example, and the cut leaves 300 rows, the result is 700.
     """
     before, after = (min(len(o.hidden_states), getattr(o, "recv_cap", 0) or math.inf) for o in (dispatched, cut))
     return int(max(0, before - after))

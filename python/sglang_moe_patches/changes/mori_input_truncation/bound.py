@@ -46,12 +46,13 @@ def find_rows_per_dp_rank(
 ) -> tuple[int, ...] | None:
     """Return the largest number of rows that each data-parallel rank can have in this forward pass.
 
-    The first three parameters are values of the engine's module ``dp_attention``. If ``counts`` has one number for each
-    rank, the result is ``counts``. If ``counts`` is ``None``, each rank has at most ``local_rows`` rows in two cases:
+    ``counts``, ``local_rows`` and ``global_rows`` are values of the engine's module ``dp_attention``. If ``counts`` has
+    one number for each data-parallel rank, the result is ``counts``. If ``counts`` is ``None``, the result is
+    ``local_rows`` for each rank in two cases:
 
     - There is only one data-parallel rank.
-    - ``global_rows`` is ``dp_ranks * local_rows``. All ranks then use the same CUDA graph, chosen for the largest of
-      their batches.
+    - ``global_rows`` is ``dp_ranks * local_rows``. All ranks then run the same CUDA graph, whose size fits the largest
+      of their batches. With 4 ranks, 8 local and 32 global rows, for example, the result is ``(8, 8, 8, 8)``.
 
     :param counts: ``global_num_tokens``: the padded rows of each data-parallel rank, 0 for an idle rank. It is ``None``
         while the engine captures or warms up a CUDA graph, or runs one of two sub-batches (two-batch overlap). If the
@@ -61,7 +62,7 @@ def find_rows_per_dp_rank(
     :param global_rows: global buffer length: the padded rows of all ranks.
     :param dp_ranks: number of data-parallel ranks.
     :param two_batch_overlap: whether the engine may run a sub-batch now. The second case then does not count, because
-        each data-parallel rank splits its own batch.
+        each data-parallel rank splits its own batch, so the sub-batches may have different sizes.
     :returns: one number for each data-parallel rank, or ``None`` if the rows of some rank are unknown.
     """
     if counts is not None:
@@ -82,17 +83,22 @@ def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: L
     expert-parallel ranks send, itself included. Padding rows count, because the router decides on the device whether
     they are sent.
 
-    If ``counts`` is known, the bound is the sum of ``counts``, times the number of ranks that may send the same row:
+    If ``counts`` is known, the bound is ``senders * sum(counts)``, where ``senders`` is the number of ranks that may
+    send the same row:
 
-    - This number is 1 if the engine has scattered the rows over the attention-TP ranks (``ScatterMode.SCATTERED``).
+    - ``senders`` is 1 if the engine has scattered the rows over the attention-TP ranks (``ScatterMode.SCATTERED``).
       This rank has then sent ``1 / attn_tp`` of its data-parallel rank's rows. All ranks run the same model, so the
       other ranks have scattered their rows, too.
-    - Otherwise the number is ``attn_tp * attn_cp``. This is also assumed on an idle rank, which has sent 0 of 0 rows,
-      and with context parallelism, which may split rows unevenly or only in prefill.
+    - Otherwise ``senders`` is ``attn_tp * attn_cp``. Two situations belong to this case, because they do not show
+      whether rows are scattered: an idle rank, which has sent 0 of 0 rows, and context parallelism, which may split
+      rows unevenly or only in prefill.
+
+    An example: two data-parallel ranks have 8 rows each, and ``attn_tp`` is 2. If this rank has sent 4 rows, the bound
+    is 16 rows. If this rank has sent 8 rows, the bound is 32 rows.
 
     If ``counts`` is unknown, there is a bound only with one data-parallel rank and without context parallelism. Every
-    rank then has the same batch, and sends all of it or an even share. Even shares differ by at most one row, so all
-    ranks together send at most ``ranks * (sent + 1)`` rows.
+    rank then has the same batch, and sends the whole batch or an even share of the batch. Even shares differ by at most
+    one row, so all ranks together send at most ``ranks * (sent + 1)`` rows.
 
     :param sent: number of rows that this rank has sent. The CPU knows it from the shape of a tensor.
     :param counts: largest number of rows of each data-parallel rank (:func:`find_rows_per_dp_rank`), or ``None`` if
@@ -122,9 +128,10 @@ def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: L
 def round_up_rows(rows: int) -> int:
     """Round a number of rows up by less than 1/16 of the number.
 
-    Batches then have only a few different sizes, so the allocator can reuse memory, and caches by shape are hit. The
-    step is 1/32 of the next power of two. AITER chooses its kernel by the same power of two (``get_padded_M``, up to
-    1,024 rows), so rounding does not change the kernel.
+    The result is a multiple of 1/32 of the next power of two. For example, 520 rows lie below 1,024, so they are
+    rounded up to a multiple of 32: 544 rows. The MoE kernel then computes only a few different numbers of rows, so the
+    allocator can reuse memory, and caches by shape are hit. AITER chooses its kernel by the same power of two
+    (``get_padded_M``, up to 1,024 rows), so rounding does not change the kernel.
     """
     step = max(1, (1 << max(rows - 1, 0).bit_length()) // 32)
     return -(-rows // step) * step
@@ -150,12 +157,14 @@ def decide_rows(bound: int | None, limit: int, buffer_rows: int, *, recv_bound: 
     :param limit: the user's limit in rows, or 0 for no limit.
     :param buffer_rows: rows of the receive buffer.
     :param recv_bound: whether to cut to ``bound`` even if the user set no limit.
-    :returns: a cut to these rows (the first case that holds), and to at most ``buffer_rows``:
+    :returns: the decision. Its number of rows is never above ``buffer_rows``, and follows from the first case that
+        holds:
 
         1. no limit and no ``recv_bound``: ``buffer_rows``
-        2. ``bound`` unknown: the limit, if there is one
+        2. ``bound`` unknown: the limit, or ``buffer_rows`` without a limit
         3. limit below ``bound``: ``bound``, but at least one row
-        4. else: ``bound``, rounded up (:func:`round_up_rows`) as far as the limit allows, but at least one row
+        4. else: ``bound`` rounded up (:func:`round_up_rows`), but at least one row, and at most the limit if there is
+           one. For example, a bound of 520 rows and a limit of 530 rows give 530 rows.
     """
     if not (limit or recv_bound):
         return Cut(buffer_rows, False, False)

@@ -1,10 +1,11 @@
-"""Wrappers that cut MoRI's receive buffer in place of the engine. The engine's own cut depends on the release:
+"""Wrappers that cut MoRI's receive buffer instead of the engine. The engine's own cut depends on the release:
 
-- Up to 0.5.12.post1, ``MoriEPMoE.run_moe_core`` cuts to the layer's attribute ``mori_moe_max_input_tokens``. The
-  wrapper sets the attribute to 0.
+- Up to 0.5.12.post1, ``MoriEPMoE.run_moe_core`` cuts to the layer's attribute ``mori_moe_max_input_tokens``. A wrapper
+  sets the attribute to 0, so the engine does not cut.
 - From 0.5.13 to 0.5.21, AITER's runner cuts to ``SGLANG_MORI_MOE_MAX_INPUT_TOKENS``, which it reads from the
-  environment in every forward pass. The wrapper lets the runner read 0.
-- From 0.5.22 on, AITER's runner cuts to ``recv_cap``, a field of the dispatcher's output. The wrapper sets the field.
+  environment in every forward pass. A wrapper lets the runner read 0. If the runner also computes a bound
+  (``_mori_decode_recv_bound``), another wrapper returns 0 for the bound. So the engine does not cut.
+- From 0.5.22 on, AITER's runner cuts to ``recv_cap``, a field of the dispatcher's output. A wrapper sets the field.
 
 From 0.5.13 on, MoRI's layer is ``DeepEPMoE``, which calls the methods of ``FusedMoE``. The layer of EPv2, the second
 version of MoRI's dispatch, is ``FusedMoE`` itself.
@@ -137,9 +138,10 @@ def _cut_to(dispatched: Any, rows: int) -> Any:
 
 
 def read_host_counts(counts: Any) -> Any:
-    """Return the engine's token counts if the CPU knows them (Python integers or ``None``), else an empty tuple.
+    """Return ``counts``, the engine's token counts, or an empty tuple if a count is no Python integer.
 
-    Reading a count from the device would synchronize in every layer.
+    Such a count lies on the device, and reading it would synchronize in every layer. If ``counts`` is ``None``, the
+    result is ``None``.
     """
     return counts if counts is None or all(isinstance(count, int) for count in counts) else ()
 
@@ -149,9 +151,10 @@ def read_host_counts(counts: Any) -> Any:
 
 @around
 def _wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructor of the MoE layer, so that each new layer that uses MoRI has a :class:`.policy.Policy`.
+    """Wrap the constructor of the MoE layer, so that each new layer whose buffer is cut has a :class:`.policy.Policy`.
 
-    On such a layer the engine itself no longer cuts the receive buffer.
+    A layer has no policy if it does not use MoRI, or if neither the limit nor the bound is set. Up to 0.5.12.post1 the
+    wrapper also switches off the engine's own cut: it sets the layer's ``mori_moe_max_input_tokens`` to 0.
     """
     original(self, *args, **kwargs)
     policy = read_policy(self)
@@ -235,9 +238,11 @@ def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Instal
 
 
 def _require_layout(dp_attention: Any) -> None:
-    """Check that the engine has the functions or attributes for the distribution of attention over the ranks.
+    """Check that this package can read how the engine distributes the attention over the ranks.
 
-    :raises engine.Unsupported: the engine does not have them under the expected names.
+    The engine's module ``dp_attention`` has three functions for this, or the parallel context has three attributes.
+
+    :raises engine.Unsupported: the engine has neither these functions nor these attributes.
     """
     names = ("get_attention_tp_size", "get_attention_cp_size", "get_attention_dp_rank")
     if all(hasattr(dp_attention, name) for name in names):

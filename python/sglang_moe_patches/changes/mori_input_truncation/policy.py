@@ -68,7 +68,8 @@ class Policy:
     :param has_assertions: whether a failed assertion on the device ends the process.
     :param has_stale_counts: whether this rank's own token count may be wrong, too, because the count may belong to an
         earlier forward pass.
-    :param raise_only: whether this change may never cut the buffer to fewer rows than the engine does.
+    :param raise_only: whether this change may only raise the engine's number of rows, never lower it. This holds for
+        EPv2, the second version of MoRI's dispatch.
     :param has_unproven_layout: whether received rows may lie elsewhere than at the start of the buffer. The buffer is
         then never cut.
     """
@@ -130,7 +131,7 @@ def _read_layout(layer: Any) -> Layout:
 _MAX_INTRANODE_RANKS = 8
 """Largest number of ranks with which MoRI uses its IntraNode kernels. With more ranks MoRI uses its AsyncLL kernels if
 ``--deepep-mode`` allows low latency, else its InterNode kernels. With InterNode kernels this package cuts nothing,
-because received rows may not lie at the start of the receive buffer."""
+because received rows can lie anywhere in the receive buffer."""
 
 
 def _runs_internode(layer: Any) -> bool:

@@ -85,7 +85,12 @@ if triton is not None:
 def _view_as_words(
     source: torch.Tensor, start: int, stop: int, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two views with rows of eight-byte words: ``source`` from column ``start`` on, and ``target``."""
+    """Return views of ``source`` and ``target`` as matrices of eight-byte words, one matrix row for each tensor row.
+
+    The view of ``source`` begins at column ``start``, and extends to the end of each row.
+
+    :param stop: end of the columns to copy. It is only compared with the shape of ``target``.
+    """
     assert source.is_contiguous()
     assert target.is_contiguous()
     assert target.shape == (*source.shape[:-1], stop - start)
@@ -110,8 +115,8 @@ def sum_and_copy(
     :param output: [tokens, columns].
     :param scale: factor of the sum.
     :param copies: one tuple ``(source, start, stop, target)`` for the weights, and one for the scales. After the last
-        slice there is no tuple. Source and target are contiguous and have the same dtype. The bytes of a row, and the
-        bytes before columns ``start`` and ``stop``, are multiples of 8.
+        slice ``copies`` is empty. Source and target are contiguous and have the same dtype. In bytes, the length of a
+        row and the positions of columns ``start`` and ``stop`` in a row are multiples of 8.
     """
     if not copies:
         moe_sum.moe_sum(expert_outputs, output, scale)
