@@ -92,8 +92,8 @@ def require(condition: object, reason: str) -> None:
 def resolve_arguments(server_args: Any) -> Any:
     """Return a server's arguments with the values that the engine has resolved.
 
-    From 0.5.20 on, the attributes of ``ServerArgs`` keep the values from the command line. The result then has the
-    values that ``ServerArgs.resolved_dict`` returns.
+    From 0.5.20 on, the attributes of ``ServerArgs`` keep the values from the command line. The result is then a new
+    object with the values that ``ServerArgs.resolved_dict`` returns. In earlier releases the result is ``server_args``.
     """
     return SimpleNamespace(**server_args.resolved_dict()) if hasattr(server_args, "resolved_dict") else server_args
 
@@ -131,8 +131,8 @@ def get(owner: Any, name: str) -> Any:
 def require_unpatched(owner: Any, name: str, package: str = "sglang") -> Any:
     """Return the function or class ``owner.name``, and check that no other plugin has wrapped or replaced it.
 
-    Other plugins may wrap or replace the engine's functions (:mod:`sglang.srt.plugins.hook_registry`). The engine then
-    runs other code than the code that a probe reads, and a further wrapper might undo the other plugin's work.
+    Other plugins may wrap or replace the engine's functions (:mod:`sglang.srt.plugins.hook_registry`). A probe would
+    then read code that the engine does not run, and a wrapper of this package might undo the other plugin's work.
 
     :param owner: a module or a class. A class must itself be a result of this function.
     :param package: the package that must define the function or class.
@@ -172,7 +172,8 @@ def _follow_wrappers(function: Any) -> Iterator[Any]:
 def _find_top_level_package(name: str) -> str:
     """Return the name of a module's top-level package.
 
-    For the engine's plugin framework, return ``a plugin``, because its wrappers run the code of other plugins.
+    For a module of the engine's plugin framework, return the text "a plugin" instead of "sglang". The framework's
+    wrappers run the code of other plugins, so :func:`require_unpatched` must not take them for the engine's own.
     """
     return "a plugin" if name.startswith(PLUGIN_MODULE) else name.partition(".")[0]
 

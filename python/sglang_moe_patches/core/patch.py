@@ -57,8 +57,11 @@ ACTIVE = (Status.APPLIED, Status.EXTENDED, Status.HARDENED)
 class Skip:
     """Reason why a change is not installed on a server.
 
-    The server never runs the code that the change patches, the change does not support the server, or an environment
-    variable must enable the change first.
+    There are three kinds of reasons:
+
+    - The server never runs the code that the change patches.
+    - The change does not support the server.
+    - The change is off on this server until an environment variable enables it.
 
     :param reason: the reason in words, for the log and ``doctor``.
     :param can_be_enabled: whether an environment variable can enable the change on this server. If so, the change's
@@ -118,7 +121,8 @@ class BuiltModel:
     :param model: the engine's model. Its weights may be tensors of PyTorch's ``meta`` device or fake tensors.
     :param tokens: largest number of tokens that a MoE layer receives in a prefill chunk. With data parallelism, this is
         the sum of one chunk per rank.
-    :param top_k: number of experts per token, for layers that leave this number to their router.
+    :param top_k: number of experts per token. It is used for layers whose own configuration does not contain this
+        number.
     :param tiles: function that returns the tile sizes of Triton's second GEMM for a ``FusedMoE`` layer. It returns
         ``None`` if it does not know them.
     """
@@ -214,8 +218,9 @@ class Change:
     :param decide: function that returns how the change acts in a model. The engine must have built the model while the
         change was installed. The function calls the same code that decides in a forward pass. If ``decide`` is
         ``None``, the change acts alike on all models.
-    :param launcher_hooks: pairs of the name of an engine module and a function (the *launcher hook*). Every process
-        that imports the module runs the hook, also the launcher.
+    :param launcher_hooks: pairs. The first element is the name of an engine module. The second element is a function,
+        the *launcher hook*. Every process that imports the module calls the hook with the module and a
+        :class:`Patcher`. This includes the launcher, the process that starts the schedulers.
     """
 
     name: str

@@ -210,8 +210,9 @@ class SymmetricMemory:
     def output_context(self) -> AbstractContextManager[Any]:
         """Return a context manager in which a runner's output is to be allocated.
 
-        A stock runner that works in place writes its output over its input, which may lie in the pool of NCCL symmetric
-        memory. The context manager lets a new output come from that pool, too.
+        If the server uses NCCL symmetric memory, the output then comes from the pool of this memory. A stock runner
+        that works in place needs no such context: it writes its output over its input, which may already lie in the
+        pool.
         """
         return nullcontext() if self.is_active or not self.is_enabled else self._pool()
 
@@ -220,10 +221,11 @@ def cache_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callabl
     """Return a faster version of the engine's function that searches the pool of NCCL symmetric memory for a tensor.
 
     The engine's function searches a snapshot of the pool, which is too slow for every layer. The faster version caches
-    the addresses that are in the pool. They stay there, because the pool never frees memory while the process lives.
+    the addresses that lie in the pool. A cached address stays in the pool, because the pool never frees memory while
+    the process lives.
 
-    Addresses outside the pool are not cached, because the pool may grow and contain them later. With an outdated
-    result, one rank would allocate from the pool when the other ranks do not, but all ranks must decide alike.
+    An address outside the pool is not cached, because the pool may grow and contain the address later. With an outdated
+    result, one rank would allocate from the pool although the other ranks do not. All ranks must allocate alike.
 
     :param search_pool: the engine's function, which returns whether a tensor lies in the pool.
     """
@@ -264,7 +266,9 @@ def probe_inplace(fused_moe: Any) -> Any:
     configuration.
 
     :param fused_moe: the engine's module that defines the class.
-    :raises engine.Unsupported: the class does not use ``use_flashinfer_trtllm_moe`` and ``moe_runner_config``.
+    :raises engine.Unsupported: another plugin has patched the class or its constructor, or the constructor does not use
+        one of two names. ``moe_runner_config`` is the runner's configuration. ``use_flashinfer_trtllm_moe`` says
+        whether TRT-LLM's kernels run the experts.
     """
     layer = engine.require_unpatched(fused_moe, "FusedMoE")
     engine.require_mentions(

@@ -1,7 +1,8 @@
 """Tests of the dead input on the engine's own models, for all families but DeepSeek's.
 
 A layer's input is dead when no code reads it any more. The layer then offers it as a buffer for the experts' output.
-Answers stay unchanged, a layer writes its output over its input, and each guard is needed.
+The tests check that answers stay unchanged, and that a layer writes its output over its input. They also check that
+the guards are needed: without the guard ``may_offer``, answers change.
 """
 
 from __future__ import annotations
@@ -468,8 +469,8 @@ def test_the_triton_runner_takes_the_dead_input_and_answers_with_the_stock_bits(
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.usefixtures("use_triton")
 def test_actions_of_the_changes_in_triton_layers_are_counted(write_bf16, run, patcher):
-    """The description of the changes' actions has the number of layers in which each change acted. The model has four
-    layers. The input of the first layer is never dead, so three layers offer their input."""
+    """``counting.describe_actions`` says in how many layers each change acted. The model has four layers. The input of
+    the first layer is never dead, so three layers offer their input."""
     applied = [ChangeStatus(change.name, Status.APPLIED, "") for change in TRITON_CHANGES["all"]]
     tally = counting.Tally([count for counts in counting.active_counts(applied).values() for count in counts])
     tally.install(patcher)
@@ -534,9 +535,9 @@ def expert_outputs(monkeypatch):
 def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_is_offered(
     selected, cuts_columns, write_bf16, engine, run, expert_outputs, monkeypatch
 ):
-    """With symmetric memory, the output of the experts lies in the memory pool, even if a buffer is offered. The stock
-    Triton runner writes the output over its input, which lies in the pool. The patched runner must allocate its output
-    in the pool, and must not use the offered buffer.
+    """The experts' output lies in the pool of NCCL symmetric memory, even if a buffer outside the pool is offered. The
+    stock Triton runner writes the output over its input, which lies in the pool. The patched runner must allocate its
+    output in the pool, and must not use the offered buffer.
 
     :param cuts_columns: whether the outputs are computed in column slices.
     """
@@ -555,9 +556,12 @@ def test_with_symmetric_memory_tritons_output_lies_in_the_pool_even_if_a_buffer_
 def test_without_deferred_shared_experts_tritons_output_needs_no_more_memory_than_stock(
     write_bf16, engine, expert_outputs
 ):
-    """If an MoE block does not defer its shared experts, the Triton runner writes the routed experts' output over their
-    input, as in the stock server. The test calls the routed experts directly, as traced prefill graphs do after the
-    shared experts, so nothing is deferred.
+    """If the shared experts run before the routed experts, the Triton runner writes the routed experts' output over
+    their input, as in the stock server. The output then needs no new memory.
+
+    The test first runs a whole MoE block, which defers its shared experts: the routed experts' output is a new tensor.
+    The test then calls the shared experts and after them the routed experts, as traced prefill graphs do. Now no shared
+    experts are deferred, and the output lies in the input's memory.
     """
     with installed(deferred_shared_experts.CHANGE):
         block = engine.load(write_bf16("deepseek-v3")).model.layers[1].mlp

@@ -32,11 +32,13 @@ from snapshot import PACKAGES, Snapshot, find_differences, restore, take_snapsho
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 HOOK_POINT_IN_IMPORTING_MODULE = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
-"""Name of an engine function, after the name of a module that imports it from another module. If another plugin has
-patched the function in the importing module, fp4-weights may still patch it in the defining module."""
+"""Name of an engine function, after the name of a module that imports the function from another module. fp4-weights
+patches the function in both modules. If another plugin has patched the function in the importing module, fp4-weights
+leaves that module alone, but may still patch the function in the other module."""
 LOADING = "model_runner.ModelRunner.load_model"
-"""Name of the method in which moe-workspace inspects the model. If another plugin has patched this method,
-moe-workspace assumes for every model that another stream reads the experts' input."""
+"""Name of the engine's method that loads a model. moe-workspace wraps this method to inspect the loaded model. The
+inspection looks for modules that may read the experts' input on another CUDA stream. If another plugin has patched the
+method, moe-workspace does not wrap the method, and assumes that every model has such a module."""
 OFFERING = {
     *("DeepseekV2DecoderLayer", "DeepseekV2Model", probe.INITIALIZE),
     channel.ENGINE_OFFER,
@@ -265,7 +267,8 @@ KEPT_TENSORS: dict[str, tuple[Callable[[Any], HookPoint], str, bool]] = {
     "the input of the last step": (find_layer_end, "given", False),
     "the result of the last step": (find_layer_end, "result", False),
 }
-"""Tensors to which another plugin keeps a reference, by description. A value is ``(find, keeps, in_place)``:
+"""Cases in which another plugin keeps a reference to a tensor. A key describes the tensor, such as "the norm's result".
+A value is a tuple ``(find, keeps, in_place)``:
 
 - ``find``: function that receives a decoder layer and returns the method that the plugin wraps.
 - ``keeps``: ``given`` if the plugin keeps the method's arguments, ``result`` if it keeps the method's result.

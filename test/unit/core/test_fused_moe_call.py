@@ -36,9 +36,9 @@ def make_route(name, accepts=lambda how: True):
 IN_PLACE = make_route("in place", lambda how: how["inplace"])
 HOOKED = make_route("hooked", lambda how: how.get("hooks"))
 FIRST = {IN_PLACE: True, HOOKED: False}
-"""Two routes, each with its argument ``first`` of ``add_route``. A route is a change's function that decides whether to
-replace a call of the fused-MoE function. The wrapper asks a route with ``first=True`` before routes that were added
-earlier."""
+"""The two routes of the tests. A route is a change's function that decides whether to replace a call of the fused-MoE
+function. Each route maps to the value of ``first`` with which a test adds the route (:func:`add_route`). The wrapper
+asks a route with ``first=True`` before the routes that were added earlier."""
 
 
 def find_answerer(module, **how):

@@ -1,6 +1,7 @@
 """Names of model families. A family is named like the engine's module that defines its decoder layers.
 
-No list says which families offer their dead input. :mod:`.probe` inspects the layers of each model that is built.
+This package has no list of the families whose layers offer their dead input. Instead, :mod:`.probe` inspects the layers
+of each model that is built.
 """
 
 DEEPSEEK = "deepseek_v2"

@@ -19,20 +19,23 @@ from sglang_moe_patches.core.dead_input.channel import is_whole, shares_storage
 from sglang_moe_patches.core.patch import best_effort
 
 _MIN_OFFER_BYTES_ATTRIBUTE = "_moe_patches_offers_its_input_from"
-"""Name of the attribute that marks a decoder layer as one that offers its dead input. Its value is the size in bytes of
-the smallest input that the layer offers."""
+"""Name of the attribute that marks a decoder layer: a layer with this attribute offers its dead input. The attribute's
+value is the size in bytes of the smallest input that the layer offers."""
 _PRODUCER = "_moe_patches_producer"
-"""Name of an attribute of each decoder layer that offers its dead input. Its value is a tuple of one element: the
-previous layer, whose output is this layer's input. Without the tuple, PyTorch would register the previous layer as a
-submodule of this layer."""
+"""Name of the attribute that stores the previous layer, whose output is this layer's input. Each decoder layer that
+offers its dead input has this attribute. Its value is a tuple with the previous layer as the only element. Without the
+tuple, PyTorch would register the previous layer as a submodule of this layer."""
 _HOOKS = "_moe_patches_forward_hooks"
-"""Name of an attribute of each decoder layer that offers its dead input. The layer's first forward pass sets it. Its
-value is a list of PyTorch's dictionaries of forward hooks: those of the layer, of the previous layer, of all submodules
-of both layers, and the global ones."""
+"""Name of the attribute that stores where forward hooks are registered. Each decoder layer that offers its dead input
+has this attribute after its first forward pass. The value is a list of PyTorch's dictionaries of forward hooks. These
+dictionaries belong to the layer, to the previous layer and to all submodules of both layers. The list also contains
+PyTorch's global dictionaries of forward hooks."""
 MIN_SLICED_OFFER_BYTES = 1 << 20
-"""Smallest input, in bytes, that a decoder layer offers to Marlin or to in-place Triton. These runners use an offered
-buffer only while they compute in column slices: by default, if the expert outputs [tokens, top-k, hidden] have at least
-192 MiB. A smaller input would not be used: with a top-k of 8, its expert outputs have less than 8 MiB."""
+"""Smallest input, in bytes, that a decoder layer offers to Marlin or to in-place Triton.
+
+These runners use an offered buffer only while they compute in column slices. By default they do so if the expert
+outputs [tokens, top-k, hidden] have at least 192 MiB. An input [tokens, hidden] of less than 1 MiB is far too small for
+that: with a top-k of 8, its expert outputs have less than 8 MiB."""
 
 
 def may_offer(hidden_states: Any, residual: Any) -> bool:
@@ -95,8 +98,11 @@ def find_stream_residual(forward_batch: Any, residual: Any) -> Any:
     In these releases ``forward_batch.residual_stream`` contains the residual. Its attribute ``pending`` contains the
     output of the previous layer until the engine adds this output to the residual.
 
-    :returns: the residual. It is ``None`` if no output is pending, or if the engine will do more with the output than
-        add it. The layer's input is then the residual, or may become the residual, so it must not be offered.
+    :returns: the residual, or ``None`` if the layer's input must not be offered. There are two such cases:
+
+        - No output is pending. The layer's input is then the residual itself, or becomes the residual.
+        - The engine may do more with the pending output than add it to the residual. The layer's input may then become
+          the residual.
     """
     stream = forward_batch.residual_stream
     pending = None if stream is None else stream.pending

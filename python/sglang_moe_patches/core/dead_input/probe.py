@@ -34,9 +34,9 @@ class LayerFacts:
     :param residual_of: function that receives the batch and the argument ``residual``, and returns the residual that
         belongs to a layer's input.
     :param tensor_of: function that receives a layer's input and returns its tensor.
-    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention.
-        :func:`require_attention_input_dies` checks these submodules in each built layer, because their classes are
-        unknown before.
+    :param attention: the submodules and attributes that ``forward`` uses up to the norm after attention. The source
+        code of ``forward`` does not show the classes of these submodules. :func:`require_attention_input_dies`
+        therefore checks the submodules later, in each layer that was built.
     """
 
     layer: Any
@@ -376,9 +376,12 @@ def _has_plain_sum(layer: Any) -> bool:
     """Return whether the engine only adds a decoder layer's input to the residual, and attention reads the sum only
     through a norm.
 
-    In releases where the batch keeps the residual, this function checks only the norm, because the addition is checked
-    in each forward pass (:func:`.offer.find_stream_residual`). In other releases, the result is true if the layer's
-    communicator runs the engine's own ``prepare_attn``.
+    - In releases where the batch keeps the residual, this function checks only the norm. The addition is checked in
+      each forward pass (:func:`.offer.find_stream_residual`).
+    - In other releases, the engine's method ``LayerCommunicator.prepare_attn`` adds and normalizes. The result is true
+      if the layer's communicator does not override this method.
+
+    :raises engine.Unsupported: another plugin has patched ``prepare_attn``.
     """
     boundary = getattr(layer, "attn_boundary", None)
     if boundary is not None:

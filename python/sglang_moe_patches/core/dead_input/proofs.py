@@ -27,8 +27,8 @@ Place = int | str
 an unpacked argument."""
 
 TENSOR_OF_HANDLE = "residual_access.buffer"
-"""Name of the engine's function that returns the tensor of a layer's input, in releases where the input is a handle for
-a sum that is not computed yet."""
+"""Name of the engine's function that returns the tensor of a handle. In some releases, a layer's input is a handle
+instead of a tensor. The handle stands for a sum that is not computed yet, such as a sum over ranks."""
 #: Names of the engine's methods that add the layer's input to the residual and run the norm before attention. These
 #: methods keep no reference to the layer's input.
 _NORMS_BEFORE_ATTENTION = frozenset(
@@ -140,8 +140,9 @@ def _find_second_alias(statement: ast.stmt | None) -> str | None:
 
 
 def _is_only_offered(definition: ast.FunctionDef, alias: str) -> bool:
-    """Return whether a function uses an alias of the layer's input only in the engine's offer, in a type check or for
-    its shape.
+    """Return whether an alias of the layer's input has no other use in a function than the engine's offer.
+
+    A type check of the alias, and a use of its shape, are allowed, too. The function must assign the alias only once.
     """
     parents = _map_parents(definition)
 
@@ -252,8 +253,10 @@ class _AliasTracker:
     :param method_of: function that returns the code of the layer's methods (:data:`MethodOf`).
     :param submodules: the submodules that have received an alias so far. The key is the submodule's name. The value
         contains the places (:data:`Place`) of the aliases.
-    :param methods: names of the nested method calls that the proof follows now, the innermost last. The tuple is empty
-        in ``forward`` itself, which must not return before the norm after attention.
+    :param methods: names of the layer's own methods that the proof follows now, the innermost call last. For example,
+        the tuple is ``("run", "prepare")`` if ``forward`` calls ``self.run``, and ``run`` calls ``self.prepare``. While
+        the proof follows ``forward`` itself, the tuple is empty. A ``return`` then makes the proof fail, because
+        ``forward`` must not return before the norm after attention.
     """
 
     method_of: MethodOf
@@ -305,7 +308,8 @@ def _find_parameters(definition: ast.FunctionDef, places: frozenset[Place] | set
     the names ``a`` and ``b``.
 
     :param definition: the method.
-    :returns: ``None`` if an argument has no named parameter of its own, for example if the call passes ``*values``.
+    :returns: the names. The result is ``None`` if an argument has no named parameter of its own, for example if the
+        call passes ``*values``.
     """
     arguments = definition.args
     by_position = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]
@@ -320,8 +324,9 @@ def _find_aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasT
     """Return the aliases of attention's input after ``statement``: the local names that may refer to its memory.
 
     :param aliases: the aliases before the statement.
-    :returns: ``None`` if the memory of attention's input may escape through a call, an attribute or a return value, or
-        if the proof does not model such a statement.
+    :returns: the aliases, or ``None`` if the proof fails. There are two reasons for a failure. The memory of
+        attention's input may escape through a call, an attribute or a return value. Or the proof does not model such a
+        statement.
     """
     match statement:
         case ast.Assign(targets=targets, value=value):
@@ -370,7 +375,8 @@ def _split_condition(test: ast.expr) -> list[str]:
 def _find_called_attribute(node: ast.AST) -> str | None:
     """Return the name of the attribute of ``self`` that an expression calls, or ``None`` if it calls none.
 
-    The attribute is a method, a submodule, or a list of submodules of which the expression calls one.
+    The attribute is a method or a submodule: the name is "norm" for ``self.norm(x)``. It may also be a list of
+    submodules: the name is "norms" for ``self.norms[0](x)``.
     """
     match node:
         case ast.Call(func=ast.Subscript(value=module)) | ast.Call(func=module):
@@ -402,7 +408,8 @@ def _find_submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set
     """Return the names in a submodule's ``forward`` that may alias the tracked arguments after ``statement``.
 
     :param aliases: the aliases before the statement.
-    :returns: ``None`` if the statement may return an alias, or if the proof does not model such a statement.
+    :returns: the names, or ``None`` if the proof fails. The proof fails if the statement may return an alias, or if the
+        proof does not model such a statement.
     """
     if any(isinstance(node, _NOT_MODELLED) and aliases & _find_names_read(node) for node in ast.walk(statement)):
         return None
@@ -447,8 +454,11 @@ def captures_only_sums(forward: Code) -> bool:
     *Capturing* a tensor means to keep it for other code, such as speculative decoding. The norm before attention
     captures only new tensors: sums of the layer's input and the residual.
 
-    Any other statement of ``forward`` may capture the input itself. The result is therefore false if such a statement
-    uses a parameter, or contains a text, with "captur" in it.
+    Any other statement of ``forward`` might capture the input itself. This function recognizes such a statement by the
+    letters "captur". The result is therefore false if another statement than the norm contains one of these:
+
+    - a parameter with "captur" in its name, such as ``captured_last_layer_outputs``
+    - a string constant with "captur" in it, such as a key of ``kwargs``
     """
     definition = _parse_definition(forward)
     consumer, _ = _find_consumer(definition)
@@ -466,8 +476,9 @@ def captures_only_sums(forward: Code) -> bool:
 def keeps_no_result(forward: Code) -> bool:
     """Return whether a layer's ``forward`` keeps no reference to a tensor that it computes.
 
-    The layer's result is the next layer's input, which must be dead, too. ``forward`` may set an attribute of a tensor
-    to a constant. This proof does not check what submodules and norms keep.
+    The layer's result is the next layer's input. If ``forward`` kept a reference to its result, the next layer's input
+    would not be dead. ``forward`` may set an attribute of a tensor to a constant, as in ``hidden_states.mark = True``.
+    This proof does not check whether submodules and norms keep a reference.
     """
     nodes = list(ast.walk(_parse_definition(forward)))
     assignments = [node for node in nodes if isinstance(node, ast.Assign)]
@@ -499,7 +510,7 @@ def loop_keeps_nothing(forward: Code) -> bool:
 
     - The loop may add to a layer's result in place.
     - The loop may capture sums of the hidden states and the residual, which are new tensors.
-    - If there is no residual, the loop may capture the hidden states themselves, because no layer offers its input
+    - While there is no residual, the loop may capture the hidden states themselves. The next layer offers no input
       then.
     """
     definition = _parse_definition(forward)
@@ -652,7 +663,7 @@ def _find_aliased_names(
     """Return the local names whose tensors may share memory with an expression's value.
 
     :param returns_new_memory: function that receives a call, and returns a true value if the call returns new memory.
-        By default, this is assumed for all calls of the layer's submodules and methods.
+        The default function returns a true value for all calls of the layer's own submodules and methods.
     """
     match value:
         case ast.Name(id=name):

@@ -132,9 +132,12 @@ def make_triton_route(into_buffer: Callable[..., Any], symmetric_memory: Symmetr
     """Return a route that makes the Triton runner write its output into the offered buffer.
 
     A route is a function that may replace a call of the engine's fused-MoE function
-    (:mod:`sglang_moe_patches.core.fused_moe_call`). This route replaces calls that do not work in place. They are
-    replaced by ``into_buffer`` if a buffer is offered, or if the server uses NCCL symmetric memory. In the second case
-    ``into_buffer`` may also allocate a new output in the pool of that memory.
+    (:mod:`sglang_moe_patches.core.fused_moe_call`). This route never replaces a call that works in place or has LoRA
+    hooks. It replaces another call by ``into_buffer`` in two cases:
+
+    - A buffer is offered.
+    - The server uses NCCL symmetric memory. If no buffer fits, ``into_buffer`` allocates the output in the pool of this
+      memory.
 
     :param into_buffer: copy of the engine's fused-MoE function, in which the global name ``torch`` is an
         :class:`OutputTorch`.

@@ -47,19 +47,23 @@ class Switch:
             self._apply()
 
     def turn_off(self) -> None:
-        """Use ordinary segments from now on. :meth:`resume` then does not turn expandable ones on."""
+        """Use ordinary segments from now on. A later call of :meth:`resume` does not turn expandable segments on."""
         with self._lock:
             self._apply(OFF)
             self._on = False
 
     def suspend(self) -> None:
-        """Use ordinary segments until :meth:`resume` is called as often as this method."""
+        """Use ordinary segments until :meth:`resume` is called.
+
+        Suspensions may be nested. After two calls of this method, the second call of :meth:`resume` ends the
+        suspension.
+        """
         with self._lock:
             self._suspensions += 1
             self._apply()
 
     def resume(self) -> None:
-        """End the effect of one call of :meth:`suspend`."""
+        """End one suspension. If this was the last one, use expandable segments again, unless the switch is off."""
         with self._lock:
             self._suspensions -= 1
             self._apply()
@@ -279,6 +283,6 @@ def _end_capture(switch: Switch, original: Callable[..., Any], self: Any, *args:
 def _suspend_within(
     switch: Switch, original: Callable[..., AbstractContextManager[Any]], *args: Any, **kwargs: Any
 ) -> Iterator[Any]:
-    """Context manager that enters the context manager of ``original`` and suspends the switch until the block ends."""
+    """Suspend the switch while a ``with`` block runs inside the context manager that ``original`` returns."""
     with switch.suspension(), original(*args, **kwargs) as entered:
         yield entered
