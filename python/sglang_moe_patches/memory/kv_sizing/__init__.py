@@ -15,13 +15,15 @@ Hook points
     ``ServerArgs.__post_init__`` (:mod:`.eligibility`).
 
 Skipped
-    unless ``SGLANG_MOE_PATCHES_KV_SIZING`` asks for it; without CUDA, for servers of ``UNSIZED`` in
-    :mod:`.eligibility`, and with KV caches that :mod:`.pools` does not know.
+    Servers without ``SGLANG_MOE_PATCHES_KV_SIZING=auto`` or ``always``. With the variable: servers without CUDA,
+    servers in the table ``UNSIZED`` of :mod:`.eligibility`, and servers with a KV cache that :mod:`.pools` does not
+    support. With ``auto`` also servers for which the user gave ``--mem-fraction-static``.
 
 Costs
     Each start takes a *rehearsal*: it runs the server's largest forward passes, and measures their memory. While
     serving, each turn (iteration of the scheduler's event loop) reads the clock, and one turn in each second reads the
-    free memory. Each slot of the KV cache that has an address and no memory costs eight bytes.
+    free memory. Each slot of the KV cache that has an address but no memory takes eight bytes in the engine's list of
+    free slots.
 
 How
     ``docs/changes/kv-sizing.md``. In code, a start goes through these files:

@@ -99,7 +99,7 @@ class ElasticBuffer:
     :param shape: shape of the whole tensor, including the rows without memory.
     :param dtype: ``torch.dtype`` of the tensor's elements.
     :param axis: dimension that counts rows (tokens or pages). A *plane* is the part of the tensor at one index of the
-        dimensions before ``axis``.
+        dimensions before ``axis``. For example, a tensor of shape (2, tokens, 128) with ``axis`` 1 has two planes.
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any, axis: int, memory: CudaMemory) -> None:
@@ -121,7 +121,7 @@ class ElasticBuffer:
         return sum(map(len, self._granules(rows))) * self._memory.granularity
 
     def bytes_of(self, rows: int) -> int:
-        """Return the bytes of a tensor that has ``rows`` rows, and otherwise the shape of this tensor."""
+        """Return the bytes of a tensor with ``rows`` rows in each plane. Its other dimensions are as in this tensor."""
         return self._plane_count * rows * self._row_bytes
 
     def map_rows(self, rows: int) -> None:
@@ -164,8 +164,8 @@ class ElasticBuffer:
 
     def _granules(self, rows: int) -> Iterator[range]:
         """Yield one range for each plane (a part of the tensor, see :class:`ElasticBuffer`). The range has the indices
-        of the granules that back the plane's first ``rows`` rows. If planes share a granule, only the first of their
-        ranges has its index."""
+        of the granules that back the plane's first ``rows`` rows. A granule may contain parts of several planes. Its
+        index is then only in the range of the first of these planes."""
         before = 0
         for plane in range(self._plane_count if rows else 0):
             start = plane * self.rows * self._row_bytes

@@ -52,17 +52,19 @@ KV_MARGIN = Variable(
     "2000",
 )
 """Environment variable for the *margin*: the memory that stays free on each GPU. The default follows from measurements
-of the memory that forward passes need under two kinds of load. On fourteen servers with H100s or H200s, the two needs
-differed by at most 1,180 MB. In one further measurement they differed by 2 GB.
+on fourteen servers with H100s or H200s. Each server ran two kinds of load, and the memory that its forward passes
+needed was measured for each load. The two figures of a server differed by at most 1,180 MB. In one further measurement
+they differed by 2 GB.
 
 To change the default, change these places, too:
 
 - ``docs/changes/kv-sizing.md``: the section *What it does* states the default. A test in
   ``test/unit/memory/kv_sizing/test_eligibility.py`` compares the page with this default.
 - README: ``make pages`` writes the number.
-- ``benchmark/results/recipes``: for three recipes, ``doctor`` reports the fraction with which the KV cache begins. This
-  fraction may depend on the margin. Run ``.venvs/RELEASE/bin/python benchmark whole/recipes --json
-  benchmark/results/recipes/RELEASE.json`` for each release that has a file there (five minutes each).
+- ``benchmark/results/recipes``: for three recipes, ``doctor`` reports the ``--mem-fraction-static`` that gives the
+  first KV cache size, before any growth. This fraction may depend on the margin. Run
+  ``.venvs/RELEASE/bin/python benchmark whole/recipes --json benchmark/results/recipes/RELEASE.json`` for each release
+  that has a file there (five minutes each).
 
 Measured figures in the README, ``docs/benchmarks`` and ``docs/changes`` stay as they are: their margin was 2,000 MB.
 """

@@ -68,11 +68,13 @@ class LoadDriver:
         """Limit of concurrent requests from now on, because more requests would take too much memory; 0: as many as the
         server allows."""
         self._most_requests = 0
-        """Number of requests in the latest decode that has more requests than :attr:`.Limits.penalized` and no CUDA
-        graph; 0 if no such decode has begun, or in a pipeline."""
+        """Number of requests in the latest *extra decode*; 0 if no extra decode has begun. An extra decode runs without
+        a CUDA graph, and has more requests than :attr:`.Limits.penalized`. In a pipeline, no decode is extra."""
         self.restart_requests = 0
-        """Limit of concurrent requests for a new rehearsal, in case the largest decode costs too much: the
-        requests of the next smaller decode, at least :attr:`.Limits.penalized`. 0 while ``_most_requests`` is 0."""
+        """Limit of concurrent requests for a new rehearsal, in case the latest extra decode (see ``_most_requests``)
+        takes too much memory; 0 if no extra decode has begun. The limit is the number of requests in the extra decode
+        before it, or :attr:`.Limits.penalized` if there was none. For example, after extra decodes of 512 and 1,024
+        requests the limit is 512."""
         self.missed: dict[str, PhaseKind] = {}
         """Phases that ended without a forward pass as large as their ``bound``, and phases that never began because the
         script ended early. The key is the phase's name, and the value is its kind."""
@@ -105,7 +107,7 @@ class LoadDriver:
         self._is_decoding = self._is_decoding or decodes
 
     def finish_request(self, name: str) -> None:
-        """Record that a request has ended, either by its length or by an abort."""
+        """Record that a request has ended: it has generated all of its tokens, or was aborted."""
         self._waiting.discard(name)
 
     def record_planting(self, is_planted: bool) -> None:
@@ -113,17 +115,19 @@ class LoadDriver:
         self._is_planted = is_planted
 
     def end(self) -> None:
-        """End the script early: no further phase begins. Running requests are aborted, or end by their length with
-        speculation."""
+        """End the script early: no further phase begins. Running requests are aborted. With speculation they are not
+        aborted, but run until they have generated all of their tokens."""
         self._is_ended = True
 
     def next_requests(self, idle: bool, stuck: bool) -> list[Any]:
-        """Return the requests that the scheduler reads in this turn, or one :class:`Plant`, an order to put a prefix
-        into the radix cache without computing it. The list is empty while requests run.
+        """Return the requests that the scheduler reads in this turn. The list is empty if the script waits for forward
+        passes or answers. Instead of requests, the list may have one :class:`Plant`: an order to put a prefix into the
+        radix cache without computing it.
 
-        :param idle: whether the scheduler has no request. A request without an answer is then lost.
-        :param stuck: whether the scheduler runs nothing and admits none of its waiting requests, which are then
-            aborted.
+        :param idle: whether the scheduler has no request. If a request of the script has no answer then, it never gets
+            one.
+        :param stuck: whether the scheduler runs nothing and admits none of its waiting requests. The script then aborts
+            the waiting requests.
         """
         self._is_idle, self._is_stuck = idle, stuck
         try:
@@ -133,8 +137,8 @@ class LoadDriver:
             return []
 
     def abort_all(self) -> list[Any]:
-        """Return the abort requests that the scheduler must read: one, which aborts all requests. With speculation, the
-        list is empty, and requests end by their length."""
+        """Return a list with one request, which makes the scheduler abort all other requests. With speculation the list
+        is empty, because requests then run until they have generated all of their tokens."""
         return [] if self.limits.draft_tokens else [self._abort()]
 
     def _run(self) -> Iterator[list[Any]]:
@@ -249,10 +253,10 @@ class LoadDriver:
             yield []
 
     def _unique_prompt(self, length: int, tokens: Tokens) -> list[int]:
-        """Return a prompt that shares no prefix with another prompt.
+        """Return a prompt of ``length`` tokens that shares no prefix with another prompt.
 
-        If the radix cache had a token of the prompt already, the forward pass would be smaller, and chunks would end
-        elsewhere.
+        If the radix cache already had the first tokens of the prompt, the engine would not compute these tokens. The
+        forward pass would be smaller, and chunks would end at other tokens.
         """
         return [next(self._first_tokens), *tokens.draw(length - 1)] if length else []
 

@@ -50,7 +50,7 @@ PENALIZED_SAMPLING = {
     "logit_bias": {str(BIASED_TOKEN): -1.0},
 }
 """Sampling parameters of *penalized* requests: three penalties, ``min_p`` and a logit bias. For each of these five
-parameters, the engine allocates one number for every request and every token of the vocabulary."""
+parameters, the engine allocates at least one number for every request and every token of the vocabulary."""
 MAX_REQUEST_RATIO = 4
 """Largest factor between the numbers of requests in two consecutive rehearsed decodes. The memory of the larger decode
 can then be predicted from the smaller decode."""
@@ -260,8 +260,8 @@ class Limits:
         return min(self.batch, self._graph_requests) if is_limited else self.batch
 
     def with_fewer_penalized(self) -> Limits | None:
-        """Return limits for a server that runs fewer requests with penalties (:data:`PENALIZED_SAMPLING`). Their number
-        is the same as if ``--max-running-requests`` were not given.
+        """Return limits with a lower number of penalized requests (:data:`PENALIZED_SAMPLING`) in one forward pass. A
+        server without ``--max-running-requests`` has the same number.
 
         :returns: ``None`` if this number is not lower than the present number.
         """
@@ -270,9 +270,12 @@ class Limits:
 
     @property
     def short_requests(self) -> int:
-        """Number of short requests that fit into half of the KV cache, but at least as many requests as all pipeline
-        stages run in their largest captured decodes. Without captured decodes, each stage counts with
-        :data:`PENALIZED_WITHOUT_GRAPHS` requests."""
+        """Number of short requests for which half of the KV cache has room, in addition to two of the largest prefills.
+
+        The number is at least the sum of the requests in the largest captured decodes of all pipeline stages. For
+        example, with two stages and a largest captured decode of 160 requests it is at least 320. Without captured
+        decodes, each stage counts as :data:`PENALIZED_WITHOUT_GRAPHS` requests.
+        """
         request_tokens = SHORT_PROMPT_TOKENS + self.tokens_beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
         return max(
@@ -288,11 +291,12 @@ class Limits:
 
     @property
     def short_prompt_tokens(self) -> int:
-        """Number of tokens in each prompt of a phase of decodes. It divides the chunk size, so no chunk ends within a
-        prompt.
+        """Number of tokens in each prompt of a phase of decodes: the greatest common divisor of 8
+        (``SHORT_PROMPT_TOKENS``) and the chunk size. So no chunk ends within a prompt.
 
-        The engine counts a prompt in two chunks as two requests, and would admit one request too few. With mixed
-        chunks, the prompts have one token, because the number of prompt tokens in a chunk is not known in advance.
+        The engine counts a prompt that is cut into two chunks as two requests. It would then admit one request too few.
+        With mixed chunks, the prompts have one token, because the number of prompt tokens in a chunk is not known in
+        advance.
         """
         return 1 if self.mixed else math.gcd(self.chunk or SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS)
 
@@ -308,8 +312,12 @@ class Limits:
 
     @property
     def prompts_together(self) -> int:
-        """Number of prompts that share a forward pass if all prompts have the greatest length. The last prompt may be
-        cut. The number is 1 if one prompt fills a chunk."""
+        """Largest number of prompts in one forward pass, if all prompts have the greatest length. The last prompt may
+        be cut. For example, a chunk of 8,192 tokens has three prompts of 3,000 tokens, and the last of them is cut.
+
+        The number is 1 if one prompt fills a chunk, or if neither chunks nor ``--max-prefill-tokens`` limit a forward
+        pass. The KV cache and the server's limits may lower the number.
+        """
         limits = [self.cache_tokens // (self.largest_prefill_tokens + self.tokens_beside_prompt()), self.batch]
         if self.window_tokens:
             # The engine admits a request only if the pool has a whole window for it, even if the request is short.
@@ -325,8 +333,12 @@ class Limits:
 
     @property
     def packed_tokens(self) -> int:
-        """Smallest possible number of tokens in a forward pass with :attr:`prompts_together` prompts of the greatest
-        length. If the prompts do not fit into a chunk, the engine cuts the last prompt at the end of a page."""
+        """Lower bound of the tokens in a forward pass with :attr:`prompts_together` prompts of the greatest length.
+
+        If the prompts do not fit into a chunk, the engine cuts the last prompt at the end of a page. So the bound is
+        lower than the chunk by up to two pages for each prompt. For example, with prompts of 3,000 tokens, chunks of
+        8,192 tokens and pages of one token the bound is 8,189.
+        """
         if self.prompts_together == 1:
             return self.largest_prefill_tokens // self.page * self.page
         all_whole, before = self.prompts_together * self.largest_prefill_tokens, self.prompts_together - 1
@@ -446,12 +458,14 @@ class Estimate:
 
     - A phase that must run: if it would take more memory than is free, the rehearsal ends. The estimate counts as part
       of the need.
-    - A phase that may be left out: it is left out if it would take more memory than is free, or much more memory than
-      all phases before it. The KV cache makes better use of this memory.
+    - A phase that may be left out: it is left out if it would take more memory than is free in addition to the margin.
+      It is also left out if it would take much more memory than all phases before it
+      (:data:`.sizing.MORE_REQUESTS_FRACTION` of the KV cache), because the KV cache makes better use of this memory.
 
     :param name: name of the earlier phase.
     :param times: factor between the memory of the two phases.
-    :param with_graphs: whether the earlier phase ran in a graph. The memory of the decode graphs is then added.
+    :param with_graphs: whether the earlier phase ran in a graph, but the estimated phase does not. The memory of the
+        decode graphs is then added to the memory of the earlier phase.
     :param fewer_requests: limit of concurrent requests if the phase is left out; 0 if the phase must run.
     """
 
@@ -476,9 +490,10 @@ class Phase:
         a batch meets the bound.
     :param sampling: the engine's sampling parameters of every request.
     :param output_logprobs: whether every request asks for the log-probabilities of its generated tokens.
-    :param growth: a prompt may take this many times as long as the slowest earlier prompt of phases with such a factor.
-        If the remaining time is shorter, the prompt is not sent, and the rehearsal ends early. With 0, the time is not
-        checked.
+    :param growth: factor between the time of a prompt and the time of the slowest earlier prompt, among the phases with
+        such a factor. If less time is left, the prompt is not sent, and the rehearsal ends early. For example, with a
+        factor of 4 and a slowest prompt of 10 s, the next prompt is sent only if 40 s are left. With 0, the time is
+        not checked.
     :param estimate: estimate of the phase's memory; ``None`` if the phase always runs.
     """
 
@@ -665,6 +680,8 @@ def rising_counts(before: int, last: int, times: int = MAX_REQUEST_RATIO) -> lis
     """Return a list of rising numbers of requests. The list ends with ``last``. Each number is at most ``times`` the
     number before it.
 
+    For example, ``rising_counts(16, 256)`` returns ``[64, 256]``.
+
     :param before: number of requests in the previous decode. The first number of the list is at most
         ``times * before``.
     """
@@ -675,8 +692,8 @@ def rising_counts(before: int, last: int, times: int = MAX_REQUEST_RATIO) -> lis
 
 
 def _link_estimates(phases: Iterable[Phase], limits: Limits) -> list[Phase]:
-    """Return the phases, each except the first with an estimate of its memory. The estimate is derived from the phase
-    before it.
+    """Return the phases with estimates of their memory. The estimate of a phase is derived from the phase before it.
+    The first phase gets no estimate.
 
     :param phases: phases of decodes, in the order of rising numbers of requests.
     """
@@ -771,10 +788,12 @@ def _part_lengths(longest: int, chunk: int, limits: Limits) -> list[int]:
     part, and the last prompt has ``longest`` tokens.
 
     A part has at most as many tokens as all parts before it, and at most :data:`MAX_PART_FRACTION` of ``longest``. A
-    part of one chunk is always allowed.
+    part of one chunk is always allowed. For example, with ``longest`` 64,000 and chunks of 1,000 tokens the lengths are
+    1,000, 2,000, 4,000, 8,000, 12,000 and so on in steps of 4,000.
 
-    With sliding windows, the last part has one window and two to three pages. Otherwise the windows that the cache
-    keeps for the parts could leave no room for a chunk after the prefix.
+    With sliding windows, the last part has at least one window and two pages, and less than a page more. The cache
+    keeps a window for each part. With a shorter last part, these windows could leave no room for a chunk after the
+    prefix.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0
     rising = max(0, longest - behind) // limits.page * limits.page if behind else longest
@@ -836,8 +855,11 @@ def _make_decode_phase(kind: PhaseKind, name: str, requests: int, limits: Limits
 
 
 def _count_decoded_meanwhile(requests: int, limits: Limits) -> int:
-    """Return the number of tokens that the first request has decoded when the last request is admitted, if ``requests``
-    requests are sent at once."""
+    """Return the number of tokens that the first of several requests has decoded when the last request is admitted. The
+    number is 0 if the engine runs all prefills before the decodes.
+
+    :param requests: number of requests, which are sent at once.
+    """
     if not (limits.mixed and limits.prefill_requests):
         return 0  # the engine runs prefills before decodes
     return -(-requests // limits.prefill_requests) * max(1, limits.draft_tokens)

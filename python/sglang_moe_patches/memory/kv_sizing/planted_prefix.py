@@ -37,10 +37,11 @@ def can_plant(scheduler: Any) -> bool:
 def plant(scheduler: Any, tokens: Sequence[int]) -> bool:
     """Insert a prefix into the radix cache, as if a request with the prefix had ended.
 
-    Every rank must call it in the same turn (iteration of the scheduler's event loop), outside a forward pass.
+    Every rank must call this function in the same turn (iteration of the scheduler's event loop), outside a forward
+    pass.
 
-    :param tokens: the prefix. Tokens after its last whole page are left out. EAGLE's keys are pairs of tokens, so one
-        more token is left out.
+    :param tokens: the prefix. Only whole pages are inserted, so tokens after the last whole page are left out. With
+        EAGLE the cache's keys are pairs of tokens, so one more token is left out.
     :returns: whether the cache has the prefix now; ``False`` if this cache does not support planting, or if the KV
         cache has no room for the prefix. Prefixes that were evicted to make room stay evicted.
     """

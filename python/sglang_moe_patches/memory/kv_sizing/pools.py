@@ -1,10 +1,12 @@
 """Let the engine make its KV buffers over reserved addresses, for more tokens than there is memory.
 
 A *pool* is the engine's object with the tensors of a KV cache. The engine builds its pools for as many tokens as could
-ever fit. Meanwhile this module makes the tensors in which a dimension counts tokens or pages. These tensors are over
-reserved addresses (:mod:`.address_space`). At first, memory is mapped only for as many tokens as the engine's own rule
-allows. If this module does not support a pool, or if another tensor grows with the number of tokens, the engine builds
-its pools once more without this package.
+ever fit. While it does so, this module intercepts its calls of ``torch.empty`` and the like. If a dimension of a tensor
+counts tokens or pages, this module makes the tensor over reserved addresses (:mod:`.address_space`). At first, memory
+is mapped only for as many tokens as the engine's own rule allows.
+
+If this module does not support a pool, or if another tensor grows with the number of tokens, the engine builds its
+pools once more without this package.
 """
 
 from __future__ import annotations
@@ -100,6 +102,9 @@ class ElasticPools:
     def counts_for(self, tokens: int) -> TokenCounts:
         """Return the token counts of all kinds of layers for a KV cache size. Between the first and the largest size of
         the KV cache, the counts are interpolated. Below the first size, they are proportional to the size.
+
+        For example, let the first size be 100,000 tokens with 40,000 in the sliding-window layers, and the largest size
+        be 200,000 with 60,000. Then 150,000 tokens have 50,000 in these layers, and 50,000 tokens have 20,000.
 
         :param tokens: KV cache size, which this method rounds down to whole pages.
         """

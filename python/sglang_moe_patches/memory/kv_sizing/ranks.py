@@ -4,8 +4,8 @@ A *turn* is one iteration of a scheduler's event loop. The *store* is the key-va
 through which the engine's ranks found one another.
 
 - :func:`all_gather`: before the event loop, when all ranks are at the same line of code.
-- :class:`Board`: in the event loop, in which a stage of a pipeline is some turns later than the stage before it. Each
-  rank publishes values in the store, and rank 0 polls.
+- :class:`Board`: in the event loop. There, ranks cannot wait for one another at the same line of code, because a stage
+  of a pipeline is some turns later than the stage before it. Each rank publishes values in the store, and rank 0 polls.
 - :class:`Orders`: rank 0 broadcasts through the scheduler's inbox, as the engine broadcasts a flush or an abort. Every
   rank receives an order at the same point of a turn.
 """
@@ -33,7 +33,7 @@ WAIT_S = 60.0
 long for rank 0's decision."""
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 SECRET_BYTES = DIGEST_BYTES = 32
-"""Number of bytes in the secret that all ranks share, and in an HMAC-SHA256 (``DIGEST_BYTES``)."""
+"""Two numbers of bytes: ``SECRET_BYTES`` in the secret that all ranks share, ``DIGEST_BYTES`` in an HMAC-SHA256."""
 _KEY = f"sglang-moe-patches {__version__}: kv-sizing: "
 _ABSENT, _ANY_RANK = "absent", -1
 
@@ -130,8 +130,9 @@ def all_machines_take_part() -> bool:
     """Return whether all ranks of the server call this function in time. All ranks that call it get the same answer.
 
     Ranks of one machine share a launcher's environment. Another machine may run without this package or with kv-sizing
-    off, so waiting for its ranks in a collective could block for ever. Each rank sets a key in the store. Rank 0
-    decides by these keys, and the decision that reaches the store first counts.
+    off, so waiting for its ranks in a collective could block for ever. Instead, each rank sets a key in the store, and
+    rank 0 decides by these keys. If rank 0's decision is not in the store in time, another rank decides ``False``. All
+    ranks follow the decision that reaches the store first.
 
     No secret is shared yet, so a foreign process can write these keys. It can cause a wrong ``False``. If it causes a
     wrong ``True``, a rank does not connect, and this function raises after :data:`WAIT_S` seconds.

@@ -1,8 +1,9 @@
 """A rehearsal: the largest forward passes of a server, run through the scheduler's own inbox and outbox.
 
-Rank 0 puts requests into the scheduler's *inbox*, the socket of its requests (:mod:`.load_driver`). Each rank discards
-the answers at its *outbox*, the sockets of its answers. Everything in between is the engine's code: broadcast to the
-ranks, admission, chunking, overlap, sampling. The end of the rehearsal takes back every change of the scheduler.
+Rank 0 puts requests into the scheduler's *inbox*, the socket from which the scheduler reads requests
+(:mod:`.load_driver`). Each rank discards the answers at its *outbox*, the sockets to which the scheduler writes
+answers. Everything in between is the engine's code: broadcast to the ranks, admission, chunking, overlap, sampling. The
+end of the rehearsal undoes every change of the scheduler.
 
 A *turn* is one iteration of the scheduler's event loop. A *phase* is the set of requests that makes one kind of largest
 forward pass, and its *bound* is the least sizes that this forward pass must have. An *order* is a message of rank 0

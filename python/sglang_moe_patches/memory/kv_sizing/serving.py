@@ -391,8 +391,8 @@ def round_up_to_pages(tokens: Iterable[int], page: int) -> int:
 def floor_tokens(scheduler: Any, pools: ElasticPools) -> int:
     """Return the floor: the size below which the KV cache does not shrink, in tokens.
 
-    The floor has room for two of the largest prefills of one request, and for the streaming sessions. Layers with a
-    sliding window have room for one window, one prefill, some pages, and the sessions.
+    The floor has room for two of the largest prefills of one request, and for the streaming sessions. In layers with a
+    sliding window, it has room for one window, one of the largest prefills, three pages, and the streaming sessions.
     """
     largest = int(scheduler.chunked_prefill_size or scheduler.max_req_input_len)
     session_tokens = round_up_to_pages(tokens_of_sessions(scheduler.tree_cache).values(), pools.page)
@@ -405,7 +405,8 @@ def floor_tokens(scheduler: Any, pools: ElasticPools) -> int:
 
 
 def spare_tokens(scheduler: Any) -> float:
-    """Return the number of free KV cache tokens that a partly computed prompt does not need.
+    """Return the number of KV cache tokens that can be withdrawn without taking room from a partly computed prompt. The
+    number counts free tokens and evictable tokens.
 
     The engine computes the next chunk of such a prompt without checking whether there is room. The number is infinite
     if no prompt is partly computed, or if the engine checks for room, as it does with sliding windows.
@@ -598,8 +599,9 @@ class Retirement:
 
 
 def is_penalized(request: Any) -> bool:
-    """Return whether a request is penalized: its sampling, such as with a logit bias, allocates numbers for every
-    request of the batch and every token of the vocabulary.
+    """Return whether a request is penalized. Because of a penalized request, sampling allocates numbers for every
+    request of the batch and every token of the vocabulary. Examples are a request with a logit bias, and a request with
+    beams.
 
     :param request: the engine's ``Req``.
     """
@@ -625,8 +627,8 @@ def beam_width(request: Any) -> int:
 
 
 def batch_is_penalized(batch: Any) -> bool:
-    """Return whether a batch is penalized: its sampling, such as with a logit bias, allocates numbers for every request
-    of the batch and every token of the vocabulary.
+    """Return whether a batch is penalized: its sampling allocates numbers for every request of the batch and every
+    token of the vocabulary. An example is a batch in which one request has a logit bias.
 
     The engine keeps the tensors of a logit bias and of ``min_p`` until the batch is empty, even if the request that
     asked for them has ended. This function reads only attributes of the batch, so that its time does not depend on the
@@ -661,14 +663,15 @@ class RequestLimit:
         self._scheduler, self._requests, self._penalized = scheduler, requests, penalized
         self._beams = getattr(scheduler, "beam_coordinator", None)
         self._penalized_queue: deque[Any] = deque()
-        """Penalized requests, in the order of their arrival. A request at the front is removed if it no longer
-        waits."""
+        """Penalized requests, in the order of their arrival. A request that no longer waits is removed when it is at
+        the front of the queue."""
         self.batch: Any = None
         """The running batch, into which the engine merges the requests that it admits in this turn."""
         self.rows: int | None = None
-        """Limit of the rows in the batch; ``None`` if the limit has not been derived in this turn. A running request
-        with beams has one row for each beam, but the engine counts only one row. So the request's other rows are
-        subtracted from this limit in advance."""
+        """Limit of the rows in the batch, as the engine counts them; ``None`` if the limit has not been derived in this
+        turn. A running request with beams has one row for each beam, but the engine counts only one row. So the
+        request's other rows are subtracted from this limit. For example, the limit is 97 instead of 100 if a request
+        with four beams runs."""
         self.widest = 1
         """Number of rows of the widest request that may join the batch: 1, or the number of its beams."""
 

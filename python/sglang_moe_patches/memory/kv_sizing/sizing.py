@@ -15,8 +15,8 @@ from sglang_moe_patches.memory.kv_sizing.phases import PhaseKind
 
 MORE_REQUESTS_FRACTION = 1 / 32
 """Largest fraction of the KV cache that the server gives up to run more requests at once than the largest decode graph
-has. Requests for which a decode needs more memory hardly fit into the KV cache: there, a request takes tens of times
-its 2 MB in a decode."""
+has. A larger fraction would hardly help. A request takes about 2 MB in a decode, and tens of times as much in the KV
+cache. So a decode of all requests that fit into the KV cache takes only a few percent of the KV cache's bytes."""
 MIN_FREE_BYTES = 1_000_000_000
 """Free memory that a forward pass of the rehearsal must leave, in bytes. If it leaves less, the rehearsal ends early,
 because the next forward pass might run out of memory. The need of the forward passes that did not run is then not
@@ -82,7 +82,8 @@ class RankNeed:
     """Result of the rehearsal on one rank, which this rank publishes to the other ranks.
 
     Only rank 0 sets ``missed`` and the fields after it. A *phase* of the rehearsal runs one kind of the largest forward
-    passes. A request is *penalized* if it has penalties, ``min_p``, a logit bias or log-probabilities.
+    passes. A request is *penalized* if it has, for example, penalties, ``min_p``, a logit bias or log-probabilities
+    (:func:`.serving.is_penalized`).
 
     :param fits: number of KV cache tokens that fit into memory in addition to the need and the margin.
     :param need: measured bytes of forward passes, CUDA graphs and buffers, in addition to weights and KV cache.
@@ -150,7 +151,8 @@ def largest_phases(phases: Mapping[str, int]) -> str:
 def pinned_fraction(launch: LaunchMemory, more_bytes: float) -> float | None:
     """Return the ``--mem-fraction-static`` with which a stock server has the KV cache size of this server.
 
-    :param more_bytes: number of bytes by which the KV cache is larger than with ``launch.fraction``.
+    :param more_bytes: number of bytes by which this server's KV cache is larger than with ``launch.fraction``; negative
+        if it is smaller.
     :returns: the fraction, rounded down; ``None`` if no fraction gives this size.
     """
     fraction = launch.fraction + more_bytes / launch.free_before_load

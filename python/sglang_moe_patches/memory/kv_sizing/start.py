@@ -8,7 +8,7 @@ parts are *phases*. A start has one to three rehearsals, its *passes*. The *need
 CUDA graphs and buffers take in addition to weights and KV cache. The *margin* is the memory that stays free. An *order*
 is a message of rank 0 that all ranks carry out in the same turn.
 
-Failures in a start have these effects:
+Failures in a start have these effects. The *first size* of the KV cache is its size before any growth:
 
 - A rank cannot reserve addresses for its first KV cache: the server serves with the engine's size. Free memory is not
   watched.
@@ -96,8 +96,8 @@ class Reservation:
     :param leads: whether this is rank 0.
     :param margin: bytes that stay free.
     :param bytes_per_token: KV cache bytes of one token on this rank.
-    :param raised_tokens: tokens by which the KV cache begins larger than by the engine's rule, because the rehearsal
-        needs them; 0 if it needs none.
+    :param raised_tokens: number of tokens by which the first KV cache size is larger than the size by the engine's
+        rule, because the rehearsal needs more tokens; 0 if the size by the rule is enough.
     :param max_tokens: ``--max-total-tokens``; 0 if not given.
     :param fraction_is_given: whether the user gave ``--mem-fraction-static``.
     """
@@ -374,14 +374,20 @@ class ServerStart:
         return tokens, reason, any(need.stopped for need in known)
 
     def _requests_to_start_over(self, rank_0: RankNeed, is_smaller: bool, ended_early: bool) -> int | None:
-        """Return the limit of concurrent requests with which the first rehearsal starts over; 0 to limit only penalized
-        requests; ``None`` if the rehearsal does not start over.
+        """Decide whether the first rehearsal starts over with fewer requests. It does so if its requests make the KV
+        cache smaller. It may also start over if a rank had little memory left.
 
-        If ``--max-running-requests`` is not given, the rehearsal also runs decodes of more requests than the largest
-        CUDA graph has. It starts over if these decodes would make the KV cache smaller than the engine's own.
+        There are two cases:
+
+        - ``--max-running-requests`` is not given. The rehearsal then also runs decodes of more requests than the
+          largest CUDA graph has. It starts over with fewer concurrent requests.
+        - ``--max-running-requests`` is given. The rehearsal starts over with fewer penalized requests, and only if the
+          KV cache becomes smaller.
 
         :param is_smaller: whether the KV cache becomes smaller.
         :param ended_early: whether little memory was left in the rehearsal of a rank, and no rehearsal failed.
+        :returns: limit of concurrent requests in the new rehearsal; 0 if only the penalized requests get a limit;
+            ``None`` if the rehearsal does not start over.
         """
         if self._pass > 1:
             return None
@@ -584,7 +590,10 @@ class StartRunner:
         self._step: Exchange | Rehearsal | None = None
 
     def run(self, result: Any = None) -> None:
-        """Resume the start with the result of its last step, and run it up to its next step. ``None`` begins it."""
+        """Resume the start, and run it up to its next step.
+
+        :param result: result of the start's last step; ``None`` to begin the start.
+        """
         self._orders.on_turn = lambda: None
         try:
             step = self._start.send(result)
@@ -622,10 +631,11 @@ class StartRunner:
             )
 
     def _poll(self, step: Exchange, deadline: float) -> list[Any]:
-        """Return what rank 0's scheduler reads instead of users' requests while rank 0 waits for the other ranks.
+        """Return the broadcasts that rank 0's scheduler reads instead of users' requests while rank 0 waits for the
+        values of the other ranks.
 
-        The list is empty while a rank has not published its value. Afterwards, or after the deadline, the list has one
-        broadcast with the values of all ranks. Every rank then resumes its start.
+        The list is empty while a rank has not published its value. Once all ranks have published, or after the
+        deadline, the list has one broadcast with the values of all ranks. Every rank then resumes its start.
 
         :param deadline: time after which rank 0 no longer waits, by ``time.monotonic``.
         """

@@ -118,8 +118,8 @@ def _follow_path(owner: Any, path: str) -> Any:
 
 
 def _set_attributes(owner: Any, values: Mapping[str, int]) -> None:
-    """Set attributes of an object, which may be a frozen dataclass. An attribute stays unchanged if it is not yet an
-    integer, or if the new value is 0."""
+    """Set integer attributes of an object, which may be a frozen dataclass. An attribute that the object does not have,
+    or whose present value is not an integer, is not set. A new value of 0 is not set, either."""
     for name, value in values.items():
         if value and isinstance(getattr(owner, name, None), int):
             try:
