@@ -63,8 +63,8 @@ FLUSHED_CACHE_ARGUMENTS = {
     *("enable_dp_attention", "enable_kv_cache_events", "enable_metrics", "enable_session_radix_cache"),
     "enable_streaming_session",
 }
-"""Server arguments that the engine reads when it chooses a prefix cache, and that select no external store. A flush
-empties the caches of these servers, so kv-sizing need not read the arguments."""
+"""Server arguments that the engine reads when it chooses a prefix cache. None of them selects an external store of
+prompts, so a flush always empties the prefix cache. kv-sizing therefore need not read these arguments."""
 
 
 @pytest.mark.every_release
@@ -180,8 +180,8 @@ def test_every_counter_of_a_scheduler_is_restored_after_a_rehearsal():
 
 @pytest.mark.every_release
 def test_the_first_decode_after_a_rehearsal_is_counted_as_a_servers_first():
-    """The first decode after a rehearsal is counted like a server's first decode, which has no decode before it. Some
-    releases add up the times between two decodes. The first decode must add nothing, although the rehearsal had
+    """Some releases add up the times between successive decodes. A server's first decode adds nothing, because no
+    decode is before it. The first decode after a rehearsal must add nothing, either, although the rehearsal ran
     decodes."""
     scheduler = engine_code.import_module("sglang.srt.managers.scheduler").Scheduler
     if not hasattr(scheduler, "_record_step_counters"):
@@ -407,7 +407,7 @@ def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(plac
     """At a first start, the KV cache grows. When memory becomes short, kv-sizing frees a part of the KV cache. The
     answers stay right.
 
-    - Three requests run at once. The KV cache by the engine's rule has room for only one of them.
+    - Three requests run at once. The KV cache by the engine's rule has room for only one request.
     - FlashInfer tunes its kernels before the KV cache grows, because tuning may take much memory.
     """
     expected = answers_in_process(engine, engine.load(checkpoint()), [*PROMPTS, *LONG])
@@ -446,9 +446,9 @@ def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(plac
 @DEFAULT_ENGINE_ONLY
 @pytest.mark.long("turns that take a tenth of a second longer, so that memory is short while prompts are computed")
 def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(folder: Path, checkpoint):
-    """Freeing KV cache memory must neither end a chunked prompt nor make a request wait forever. The engine does not
-    check for room before the second chunk of a prompt. It admits a request only if more tokens are free than the
-    request needs."""
+    """Freeing KV cache memory must neither end a chunked prompt nor make a request wait forever. A chunked prompt could
+    end, because the engine does not check for free tokens before the second chunk. A request could wait forever,
+    because the engine admits it only if more tokens are free than it needs."""
     place = folder / "short"
     place.mkdir()
     short, turn_s = place / "short", place / "turn"
@@ -551,9 +551,9 @@ def test_a_given_fraction_is_kept_with_auto_and_sets_the_first_size_with_always(
 @pytest.mark.compatibility
 @pytest.mark.every_release
 def test_default_request_limit_is_what_sampling_memory_allows(place: Path, checkpoint):
-    """By default, kv-sizing admits only as many concurrent requests as sampling has memory for: here 300 to 400,
-    although the KV cache has room for 1,292. For requests beyond the largest decode graph, kv-sizing gives up at most
-    1/32 of the KV cache."""
+    """The default limit of concurrent requests depends on the memory for sampling. Here the limit is 300 to 400,
+    although the KV cache has room for 1,292 requests. If a decode has more requests than the largest decode graph,
+    kv-sizing gives up at most 1/32 of the KV cache for the further requests."""
     # Each chunk has many prompts, so a few forward passes compute hundreds of requests.
     flags = ["--decode-log-interval", "1", "--chunked-prefill-size", "256"]
     merges = place / "merges"
@@ -601,7 +601,7 @@ FLAGS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
-# From 0.5.23 on, the engine hashes seeds on a CPU with a kernel that its package for GPUs does not contain. A stock
+# The engine hashes seeds on a CPU from 0.5.23 on with a kernel that its package for GPUs does not contain. A stock
 # server fails in the same way.
 SEEDED = pytest.mark.skipif(
     ALL.index(RELEASE) >= ALL.index("0.5.23"), reason="this release cannot sample with a seed on the CPU"
@@ -845,8 +845,9 @@ def test_a_server_with_pools_of_more_than_one_kind_grows(kind: str, place: Path,
 @pytest.mark.product
 @pytest.mark.every_release
 def test_a_rehearsed_prefix_leaves_sliding_windows_for_a_chunk_after_it(place: Path, checkpoint):
-    """A rehearsed prefix leaves room in the pool of sliding windows for a prefill chunk after it. The radix cache keeps
-    the sliding window of each part in which the prefix is computed, so many parts would fill a small pool."""
+    """The rehearsal computes a long prefix in parts, and then a prefill chunk after the prefix. The radix cache keeps
+    one sliding window for each part. Many parts would fill a small pool of sliding windows. The rehearsal must choose
+    the parts so that the pool has room for the chunk."""
     few = ["--swa-full-tokens-ratio", "0.8", "--max-total-tokens", "193"]
     running = sized_server(
         "grown", checkpoint(family="qwen3-moe"), place, *few, limited=True, POOLS="windows", WINDOW="60"
@@ -865,7 +866,8 @@ def rehearsed_passes(folder: Path) -> list[list[list[str]]]:
 
 
 def server_of_two_ranks(kind: str, name: str, model: Path, folder: Path, **variables: str) -> Server:
-    """Return a server of two ranks, not yet started, that records its forward passes in ``folder / name``."""
+    """Return a server of two ranks, not yet started. It records its forward passes in the folder
+    ``folder / name / "steps"``, from which :func:`rehearsed_passes` reads them."""
     plugins.write_module(folder / name / "gathers", "gathers_on_cpu", STAND_INS["gathers_on_cpu"])
     (folder / name / "steps").mkdir()
     path = prepend_to_path(str(folder / name / "gathers"), str(folder.parent / "plugin"))

@@ -39,8 +39,9 @@ to 0.5.13 the allocation of pages."""
 ONE_A_TURN = {"SGLANG_SCHEDULER_MAX_RECV_PER_POLL": "1"}
 """Environment variable that makes a scheduler read only one request in each turn of its event loop."""
 DRIVER = {"CACHE": "2000000", "GAIN": "150000000"}
-"""Settings of the driver's stand-in, in bytes. ``CACHE`` is the KV cache size by the engine's rule, ``GAIN`` the growth
-by kv-sizing. Together, the prompts ``LONG`` fit only into the grown KV cache."""
+"""Settings of the driver's stand-in, in bytes. ``CACHE`` is the KV cache size by the engine's rule. ``GAIN`` is the
+size by which kv-sizing enlarges this KV cache. The three prompts ``LONG`` fit at the same time only into the larger KV
+cache."""
 NEW_TOKENS = 8
 
 
@@ -69,7 +70,8 @@ UNSUPPORTED = (
     if ALL.index(RELEASE) < ALL.index("0.5.23")
     else {"deterministic": "this release cannot sample with a seed on the CPU"}
 )
-"""Reason for each case that is skipped with the installed release."""
+"""Servers of ``SERVERS`` that the tests skip with the installed release. The key is the server's name, and the value is
+the reason."""
 MARKS = {name: [pytest.mark.ci] for name in SERVERS}
 MARKS["beams"].append(pytest.mark.every_release)
 for name, reason in UNSUPPORTED.items():
@@ -115,8 +117,8 @@ class Session:
 
 @pytest.fixture(scope="module")
 def servers(request: pytest.FixtureRequest, tmp_path_factory, checkpoint) -> Iterator[dict[str, Server]]:
-    """Yield running servers by name: the stock server, and those servers with kv-sizing for which this session runs a
-    test."""
+    """Yield running servers by name: the stock server, and servers of ``SERVERS``. A server is started only if this run
+    of pytest has a test of it."""
     items = [
         item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")
     ]

@@ -1,5 +1,6 @@
 """Tests of the change activation-segments, which switches PyTorch's allocator to expandable segments. They check on
-which servers the change switches the allocator, and when it suspends the switch."""
+which servers the change switches the allocator. They also check when the change returns to ordinary segments for a
+while, such as during the capture of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -239,8 +240,9 @@ def test_the_switch_is_on_exactly_while_it_is_not_suspended(steps):
 
 @pytest.fixture
 def wrapped_graph(monkeypatch, settings, active_switch):
-    """Stand-in for ``torch.cuda.CUDAGraph``, wrapped by the change. During a capture, it records in ``during`` whether
-    expandable segments are on. ``torch.cuda.use_mem_pool`` is also a wrapped stand-in."""
+    """Stand-in for ``torch.cuda.CUDAGraph`` whose methods the change has wrapped. When a capture begins, the graph
+    stores in its attribute ``during`` whether expandable segments are on. The fixture also replaces
+    ``torch.cuda.use_mem_pool`` by a stand-in that the change has wrapped."""
 
     class Graph:
         """Stand-in for ``torch.cuda.CUDAGraph``, not wrapped by the change."""

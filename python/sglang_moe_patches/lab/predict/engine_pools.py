@@ -21,8 +21,8 @@ from sglang_moe_patches.memory.kv_sizing import eligibility, engine_rule
 from sglang_moe_patches.memory.kv_sizing.pools import GIB, unknown_pool_reason
 
 FRACTION_STEP = 0.01
-"""Step to which a ``--mem-fraction-static`` is rounded. A smaller step would not make it more exact, because the memory
-that CUDA and NCCL use is not known exactly."""
+"""Predicted values of ``--mem-fraction-static`` are rounded to a multiple of this step. A smaller step would not make
+the values more exact, because the memory that CUDA and NCCL use is not known exactly."""
 HELD_BYTES = 1_200_000_000
 """Bytes of a GPU that CUDA and the engine's libraries use before the engine makes its KV cache. The value was measured
 on an H100 with one rank. On H200s, up to 2,800 MB were measured. ``MEASURED`` in
@@ -46,8 +46,8 @@ class Fit:
     :param unknown: reason why ``tokens`` is not known.
     :param token_bytes: bytes that the engine allocates for each token of the KV cache; ``None`` if not known.
     :param context: tokens of the longest request that the engine accepts.
-    :param begins_with: fraction for kv-sizing's first KV cache, if the engine's own fraction is too small for this
-        cache; ``None`` if the engine's own fraction is used.
+    :param begins_with: larger fraction with which kv-sizing makes its first KV cache, if ``fraction`` leaves too little
+        KV cache for a rehearsal; ``None`` if kv-sizing begins with ``fraction``.
     :param images: bytes that the engine's rule for the KV cache size reserves for images.
     :param limited: whether ``--max-total-tokens`` bounds the KV cache.
     """
@@ -85,7 +85,8 @@ class Fit:
 
     @property
     def starts(self) -> bool:
-        """Whether the model loads, and ``--mem-fraction-static`` is large enough for the weights and a KV cache."""
+        """Whether the model loads, and the fraction is large enough for the weights and a KV cache. The fraction is
+        ``begins_with`` if kv-sizing sets it, else ``--mem-fraction-static``."""
         has_cache = not (self.refusal or self.memory * self.fraction <= self.loaded)
         return self.loads and (self.begins_with is not None or has_cache)
 
@@ -119,14 +120,14 @@ def describe(fit: Fit) -> dict[str, Any]:
 
 
 def ask(runner: Any, fit: Fit, *, sizes: bool) -> tuple[Fit, str]:
-    """Compute the size of the KV cache that the engine would make, and the reason why kv-sizing would not size this KV
-    cache.
+    """Compute the KV cache size that the engine would choose. Also look for a reason why kv-sizing would keep this
+    size.
 
     :param runner: model runner, as :func:`make_runner` makes it.
     :param fit: memory figures of the server, without the figures of the KV cache.
     :param sizes: whether the server's arguments let kv-sizing size the KV cache.
-    :returns: ``fit`` with the figures of the KV cache, and the reason. The reason is empty if none is found. A running
-        server may still find a reason.
+    :returns: ``fit`` with the figures of the KV cache, and the reason why kv-sizing would keep the engine's size. The
+        reason is empty if this function finds none. A running server may still find one.
     """
     try:
         maker = runner if hasattr(runner, "_init_pools") else _configurator(runner)
@@ -236,7 +237,8 @@ def _configurator(runner: Any) -> Any:
 
 
 def _set_free_memory(free: int, memory: int) -> None:
-    """Make PyTorch and psutil report ``free`` bytes of memory. On an integrated GPU, the engine asks psutil."""
+    """Make PyTorch and psutil report ``free`` bytes of free memory. The engine asks psutil if the GPU is an integrated
+    one, else PyTorch."""
     import psutil
     import torch
 
@@ -245,8 +247,8 @@ def _set_free_memory(free: int, memory: int) -> None:
 
 
 class _RequestTable:
-    """Stand-in for a request table. The engine passes parts of the table to a KV pool, which reads the number of
-    requests."""
+    """Stand-in for the engine's request table, which has one row for each request. When the engine makes a KV pool, the
+    pool reads the number of rows. All other methods of the table do nothing."""
 
     def __init__(self, requests: int) -> None:
         self.req_to_token = SimpleNamespace(shape=(requests, 1))

@@ -208,11 +208,11 @@ def main() -> None:
 
 @contextmanager
 def _translate_refusals(*, but_by: tuple[str, ...] = ()) -> Iterator[None]:
-    """Context manager that raises :class:`Refused` in place of the engine's errors about the arguments or the model.
+    """Context manager that replaces the engine's errors about the arguments or the model by :class:`Refused`.
 
-    It does not replace errors that ``_HARDWARE_PACKAGES`` raise, because the missing GPU may cause these errors.
+    Errors that a package of ``_HARDWARE_PACKAGES`` raises are not replaced, because the missing GPU may cause them.
 
-    :param but_by: first parts of the names of further modules whose errors are not replaced.
+    :param but_by: further modules whose errors are not replaced. Each entry is the beginning of a module's name.
     """
     try:
         yield
@@ -436,19 +436,20 @@ def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: in
 
 
 def _prefills_in_graphs(resolved: Mapping[str, Any]) -> bool:
-    """Return whether prefills run in the captured prefill graphs.
+    """Return whether prefills run in the prefill graphs, if the server captures such graphs.
 
-    With a draft model, prefills run eagerly, because they return hidden states.
+    With a draft model, prefills run eagerly, because they also return hidden states for the draft model.
     """
     return str(resolved.get("speculative_algorithm") or "NGRAM").upper() == "NGRAM"
 
 
 def _copied_fp8_outputs() -> list[str]:
-    """Return the kinds of FP8 quantization for which the engine copies the output of TRT-LLM's kernel. The engine
-    copies the output if it passes no output tensor to the kernel.
+    """Return the kinds of FP8 quantization for which the engine copies the output of TRT-LLM's kernel into another
+    tensor. The engine makes this copy if it passes no output tensor to the kernel.
 
-    The function counts the copies in the engine's code. A single copy, as in 0.5.17, is for inputs with one scale for
-    each row.
+    The function counts the calls that copy in the engine's code. One call, as in 0.5.17, means that only outputs of
+    experts with one scale for each row ("rows") are copied. Two calls mean that outputs of FP8 in blocks are copied,
+    too.
     """
     name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
     run = (
@@ -657,11 +658,11 @@ def _drafts_with_own_layer(resolved: Any) -> bool:
 def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list[int], int]:
     """Return the weight bytes on one rank of each pipeline stage, and the weight bytes of a draft model with one layer.
 
-    Only the first layers were built, and of a pipeline only the first stage, which has the embeddings:
+    ``model`` has only the first layers, and only the first pipeline stage with the embeddings. The rest is estimated:
 
-    - Each other layer is assumed to be as large as the average of the last built layers.
+    - Each layer that was not built is assumed to be as large as the average of the last built layers.
     - If there are several stages, the output head of the last stage is assumed to be as large as the embeddings.
-    - The draft model has its own embeddings and output head.
+    - The draft model is assumed to have one such average layer, and its own embeddings and output head.
     """
     by_layer: dict[int, int] = {}
     outside = embeddings = 0
@@ -700,8 +701,8 @@ def _count_moe_layers(model: Any, start: int, end: int) -> int:
 
 
 def _leave_out_other_models(architectures: list[str]) -> None:
-    """Make the engine import only those of its model modules in which the names of the model's classes occur. Importing
-    all modules takes seconds."""
+    """Keep the engine from importing the modules of other models, because importing all of them takes seconds. The
+    engine still imports each module that contains a name of ``architectures``."""
     from sglang.srt import models
 
     files = [path for folder in models.__path__ for path in Path(folder).glob("*.py")]
@@ -727,8 +728,8 @@ def _publish(server_args: Any) -> None:
 
 
 _MOE_LAYERS = 4
-"""Number of MoE layers that the engine query builds. In some models, the kinds of layers alternate in groups of two or
-four."""
+"""Number of MoE layers that the engine query builds. In some models, the kinds of layers repeat every two or four
+layers, so four layers contain each kind."""
 
 
 def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
@@ -753,7 +754,7 @@ def _make_groups(server_args: Any, resolved: Any, config: Any) -> None:
 
 
 def _call_with_known_arguments(function: Any, **arguments: Any) -> None:
-    """Call a function of the engine, without those arguments that the function does not have in this release."""
+    """Call a function of the engine. Arguments that the function does not have in this release are left out."""
     taken = engine.list_parameters(function)
     function(**{name: value for name, value in arguments.items() if name in taken})
 
@@ -836,8 +837,8 @@ def _read_tiles(experts: Any, tokens: int) -> dict[str, int] | None:
 
 
 def _has_float_logits() -> bool:
-    """Return whether DeepSeek's router computes float32 logits in a prefill. The last branch of ``MoEGate.forward``
-    runs in a prefill."""
+    """Return whether DeepSeek's router computes float32 logits in a prefill. The function reads the engine's code: the
+    last branch of ``MoEGate.forward`` is the one that runs in a prefill."""
     gate = engine.import_module(f"sglang.srt.models.{DEEPSEEK}").MoEGate.forward
     named = [call for name in ("F.linear", "linear_bf16_fp32") for call in engine.find_calls(gate, name)]
     last = max(named, key=lambda call: call.lineno, default=None)
@@ -845,10 +846,11 @@ def _has_float_logits() -> bool:
 
 
 def _apply_changes(server_args: Any) -> dict[str, patch.Plan]:
-    """Install the changes that have a ``decide`` function, and return the plan of every change for this server.
+    """Install the changes that have a ``decide`` function. Return a :class:`.patch.Plan` for every change: its status
+    in this server, and the reason.
 
-    The engine then builds the model with the installed changes, and ``decide`` inspects it. The other changes are only
-    planned.
+    When the engine builds the model with the installed changes, ``decide`` inspects the model. The other changes are
+    not installed.
     """
     selected = patch.read_selected_names(CHANGES)
     applied = patch.apply([change for change in CHANGES if change.decide], selected, server_args)

@@ -12,9 +12,9 @@ all places. The places and their tensors, in bytes:
 - Marlin needs 2IR + max(4IR, 2HR) + its output. With the change moe-workspace, which computes slices of W columns,
   Marlin needs max(6IR, 2IR + its output + W x (2R + bytes of one column's weights)).
 - The router of GLM-4-MoE and MiniMax-M2 converts its input to float32, which takes 4H for each token.
-- Attention has its peak while the output projection runs. These tensors are then alive: attention's input (or the
-  residual), the residual, the projection's output, the output of attention, and all tensors of queries, keys and values
-  that a Python name still refers to.
+- Attention has its peak while the output projection runs. These tensors are then alive: attention's input, the
+  residual, the projection's output, the output of attention, and all tensors of queries, keys and values that a Python
+  name still refers to.
 - The MLP of the first layer counts if this layer is dense. Gate and up projections and the activation are alive.
 """
 
@@ -35,8 +35,8 @@ that all columns of a row share a scale."""
 NVFP4_INPUT_BYTES = 1 / 2 + 1 / 16
 """Bytes for one element of a GEMM's input in NVFP4: half a byte, and a scale of one byte for every 16 elements."""
 FP8_INPUT_BYTES = {BLOCKS: 1 + 4 / FP8_GROUP, "rows": 1.0}
-"""Bytes of a GEMM's input in FP8 with its scales, divided by the number of elements. The key is the kind of
-quantization."""
+"""Bytes for one element of a GEMM's input in FP8. The key is the kind of quantization. In blocks, one float32 scale for
+every 128 elements is counted. With one scale for each row, the scales are too small to count."""
 #: Bytes of a 4-bit weight on Marlin: four bits, and a scale of 16 bits for 32 rows. Larger groups take up to a tenth
 #: less.
 PACKED_BYTES = 0.5 + 2 / 32
@@ -86,7 +86,8 @@ class MemoryEffects:
 class Prediction:
     """Predicted bytes of a forward pass, in addition to the memory that was in use before it.
 
-    :param parts: bytes of each of ``PARTS`` while a MoE runner works, in a layer that is not the first layer.
+    :param parts: memory while a MoE runner works, in a layer that is not the first layer. The keys are those of
+        ``PARTS``, and the values are bytes.
     :param elsewhere: bytes at other steps of the forward pass, such as "attention", at which its memory can be largest.
     """
 
@@ -121,7 +122,8 @@ class Runner:
     :param quantization: quantization of the inputs of Triton's GEMMs: ``None`` (bfloat16), or a key of
         ``SCALE_COLUMNS``.
     :param workspace: bytes that a TRT-LLM kernel takes while it runs.
-    :param input_bytes: bytes of an element of a TRT-LLM kernel's input.
+    :param input_bytes: bytes for one element of the quantized copy of a TRT-LLM kernel's input; 0 if the kernel reads
+        the 16-bit input itself.
     :param copies_output: whether the engine copies the TRT-LLM kernel's output into another tensor.
     """
 
@@ -211,7 +213,7 @@ def runner_bytes(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_in
     Marlin runner never writes its output into its input. With moe-workspace, each GEMM has a tensor of its own. The
     tensor of the second GEMM is as wide as a slice, and the weights of the slice exist twice.
 
-    :param width: columns of a slice. If it is the hidden size, no slices are used.
+    :param width: columns of a slice. If ``width`` is the hidden size, the output is computed without slices.
     :param dead_input: whether the runner can write into the *dead input*: the memory of the layer's input after its
         last use. Marlin writes its output into the dead input. Triton writes its activation there, if it fits.
     """
@@ -226,7 +228,7 @@ def runner_bytes(runner: Runner, rank: Rank, tokens: int, width: int, *, dead_in
 
     def quantized_bytes(rows: int, size: int) -> int:
         """Return the bytes of a GEMM's quantized input: one byte for each element, and the float32 scales
-        (:data:`SCALE_COLUMNS`)."""
+        (:data:`SCALE_COLUMNS`). Return 0 if the runner does not quantize its inputs."""
         if runner.quantization is None:
             return 0
         return rows * (size + 4 * -(-size // (SCALE_COLUMNS[runner.quantization] or size)))

@@ -60,7 +60,8 @@ class Server:
     :param layout: number of ranks of each kind of parallelism.
     :param tokens: tokens of the largest prefill chunk on one data-parallel rank.
     :param graphs: whether decodes run in captured graphs.
-    :param engine_drops: whether the engine itself frees attention's inputs early, and has an output buffer for NVFP4.
+    :param engine_drops: whether the engine itself frees attention's inputs early in DeepSeek's layers, and lets NVFP4
+        kernels write their output into the dead input.
     :param float_logits: whether the router computes float32 logits, as for :func:`.forward.predict`.
     :param all_to_all: value of ``--moe-a2a-backend``; empty if there is no all-to-all backend.
     :param copies_output: whether the engine copies the output of TRT-LLM's FP8 kernels into a second tensor.
@@ -179,15 +180,16 @@ LAYOUT_RUNNERS = {
 weights."""
 
 WOULD_SIZE = "kv-sizing would then set this server's KV cache size"
-"""End of the reason in kv-sizing's row of the report, if kv-sizing is off but would size the server's KV cache."""
+"""Last clause of the reason in kv-sizing's row of the report. It is used if kv-sizing is off, but would size the
+server's KV cache if it were on."""
 
 
 def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) -> dict[str, Any]:
     """Return kv-sizing's row of the report. The row has the decision that the server itself would make.
 
     :param answer: value of ``kv_sizing`` in the engine query's answer.
-    :param does_start: whether there is enough memory for the weights and for a first KV cache, which kv-sizing then
-        replaces by a larger one.
+    :param does_start: whether there is enough memory for the weights and for the KV cache with which a server with
+        kv-sizing starts. kv-sizing changes the size of this KV cache later.
     """
     given, mode, unknown = answer["given"], answer["mode"], answer["unknown"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
@@ -211,9 +213,9 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
 
 
 INPUT_BYTES = {NVFP4: forward.NVFP4_INPUT_BYTES, "BF16": 0.0, "INT4": 0.0, **forward.FP8_INPUT_BYTES}
-"""Bytes that quantization adds for each element of the input of TRT-LLM's kernels. The 16-bit element itself is not
-counted. The key is a value of :attr:`Server.quantization`, or of :attr:`Server.format` if ``quantization`` is
-``None``."""
+"""Bytes for one element of the quantized copy of a TRT-LLM kernel's input; 0 if the kernel reads the 16-bit input
+itself. The key is a value of :attr:`Server.quantization`. If that attribute is ``None``, the key is a value of
+:attr:`Server.format`."""
 
 
 def predict(
@@ -493,8 +495,8 @@ def predict_rooms(
 
 
 FIT_KEYS = "stock_fit", "fit"
-"""Keys of the engine query's answer: the memory of the stock server, and the memory of the patched server. The values
-are descriptions of :class:`.engine_pools.Fit`."""
+"""Two keys of the engine query's answer. The first key has the memory of the stock server, and the second key has the
+memory of the patched server. Each value is a :class:`.engine_pools.Fit` as a dictionary."""
 
 
 def _read_fit(engine_answer: Mapping[str, Any], key: str) -> Fit | None:
@@ -509,8 +511,8 @@ def _read_fit(engine_answer: Mapping[str, Any], key: str) -> Fit | None:
 
 
 def estimate_peak(sizes: ModelSizes, server: Server) -> int:
-    """Estimate the peak bytes of a prefill chunk if the server's MoE runner has no formula. The formula of Triton's
-    runner in BF16 is used instead.
+    """Estimate the peak bytes of a prefill chunk for a MoE runner whose memory this package cannot predict. The
+    estimate is the prediction for Triton's runner in BF16.
 
     :raises ValueError: there is no estimate. The message says why.
     """
@@ -575,8 +577,8 @@ def _to_plain(prediction: Prediction) -> dict[str, Any]:
 
 
 def _describe_server(model: Model, engine_answer: Mapping[str, Any]) -> tuple[Server, Model]:
-    """Return the facts about the server, and the model's sizes. The sizes of the experts are those in the engine's
-    layers, where they may be padded."""
+    """Return the facts about the server, and the model's sizes. The sizes of the experts come from the layers that the
+    engine has built, not from ``config.json``, because the engine may pad them."""
     resolved, layer = engine_answer["resolved"], engine_answer["layer"]
     tp, ep = resolved["tp_size"], resolved["ep_size"]
     dp = attention_ranks(resolved)

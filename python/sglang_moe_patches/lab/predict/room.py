@@ -26,24 +26,25 @@ LIBRARY_BYTES = 130_000_000
 """Bytes of the workspaces that libraries allocate once. In servers without prefill graphs, 106 to 140 MB were
 measured."""
 PREFILL_GRAPH_PEAKS = {"piecewise": 2.2, "breakable": 3.3}
-"""Bytes that the prefill graphs keep allocated, divided by the peak bytes of an eager prefill with as many tokens as
-the largest prefill graph. The key is the kind of prefill graphs."""
+"""Bytes that the prefill graphs keep allocated, as a multiple of the peak bytes of an eager prefill. The eager prefill
+has as many tokens as the largest prefill graph. For example, if its peak is 1 GB, piecewise graphs keep 2.2 GB. The key
+is the kind of prefill graphs."""
 PREFILL_GRAPH_LAYER_BYTES = 6_000_000
 """Further bytes that the prefill graphs keep allocated for each layer."""
 CAPTURED_LOGITS = 3.0
 """Bytes of the decode graphs, as a multiple of the logits' bytes in the largest captured decode."""
 CAPTURED_LOGITS_ALONE = 3.5
-"""Further bytes of the decode graphs if there are no prefill graphs, as a multiple of the logits' bytes in the largest
-captured decode. Otherwise the decode graphs share the memory of the prefill graphs."""
+"""Further bytes of the decode graphs if there are no prefill graphs whose memory they could share. The number is a
+multiple of the logits' bytes in the largest captured decode."""
 CAPTURED_LOGITS_RANKS = 1.6
-"""Further bytes of the decode graphs if several ranks compute parts of the logits, as a multiple of the logits' bytes
-in the largest captured decode. The engine then gathers the parts."""
+"""Further bytes of the decode graphs if each rank computes a part of the logits, because the engine then gathers the
+parts. The number is a multiple of the logits' bytes in the largest captured decode."""
 SAMPLED_LOGITS, MANY_SAMPLED_LOGITS, MANY_REQUESTS = 6.8, 3.25, 512
 """Bytes of a decode with top-k and top-p sampling, as a multiple of the bytes of its logits. The first number is for
 decodes of up to ``MANY_REQUESTS`` requests, the second number is for larger decodes."""
 PENALIZED_LOGITS, PENALIZED_LOGITS_NEWER = 17.0, 11.3
 """Bytes of a decode with penalties and a logit bias, as a multiple of the bytes of its logits. The first number was
-measured on SGLang 0.5.12.post1, the second number on 0.5.17."""
+measured on SGLang 0.5.12.post1. The second number was measured on 0.5.17, and is used from 0.5.15 on."""
 VERIFIED_LOGITS = 2.7
 """Bytes of a speculative decode, as a multiple of the bytes of its logits, which have several rows for each request.
 The same multiple is used with and without penalties."""
@@ -52,7 +53,8 @@ HELD_PEAKS, HELD_PEAKS_SEGMENTS = 2.5, 1.0
 number is for servers with the change activation-segments, the first number is for all others."""
 HELD_LOGITS = 4.0
 """Further bytes that PyTorch's allocator keeps if a decode can have more requests than the largest decode graph. The
-number is a multiple of the bytes of these further requests' logits."""
+number is a multiple of a logits tensor with only the further requests. For example, if 300 requests can run and the
+largest graph has 256, the tensor has the logits of 44 requests."""
 HELD_MOST_BYTES = 4_500_000_000
 """Upper bound of the bytes that PyTorch's allocator keeps between forward passes: the largest measured value."""
 DECODE_SPLITS = 256
@@ -61,13 +63,14 @@ multiprocessors."""
 DEFAULT_REQUESTS = 2048
 """Limit of concurrent requests that the engine uses without ``--max-running-requests``."""
 EAGER_REQUESTS = 256
-"""Limit of concurrent requests while a request has penalties, in a server with kv-sizing and without decode graphs. All
-decodes of such a server are eager."""
+"""Limit of concurrent requests while a request has penalties, in a server without decode graphs. kv-sizing sets this
+limit if the server has no ``--max-running-requests``. If the server has decode graphs, the limit is the number of
+requests in the largest graph."""
 MARGIN_BYTES = KV_MARGIN.parse(KV_MARGIN.default)
 """Bytes that a server must have free in addition to its need (:class:`Need`): kv-sizing's default margin. The report
 advises no ``--mem-fraction-static`` that leaves less memory free."""
 NEED_ERROR = 0.2
-"""Assumed relative error of the predicted need. For four of five measured servers, the error was at most as large."""
+"""Assumed relative error of the predicted need. For four of five measured servers, the error was at most 20 %."""
 
 
 @dataclass(frozen=True)
@@ -262,9 +265,11 @@ class Room:
         return max(self.grown_tokens() or 0, int(first / fit.token_bytes)) if fit.token_bytes else None
 
     def grown_tokens(self, error: float = 0.0) -> int | None:
-        """Return the number of tokens in a KV cache that kv-sizing has sized; ``None`` if the number is not known.
+        """Predict the number of tokens in the KV cache after kv-sizing has sized it; ``None`` if the number cannot be
+        predicted.
 
-        :param error: assumed relative error of the predicted need, such as 0.2 if the true need is 20 % larger.
+        :param error: relative error of the predicted need to assume. With 0.2, the true need is assumed to be larger by
+            20 %, so the KV cache has fewer tokens.
         """
         if self.need is None or not self.fit.loads:
             return None

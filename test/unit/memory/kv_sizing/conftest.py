@@ -23,8 +23,8 @@ def restore_metrics(monkeypatch):
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    """Return a function that makes a stand-in for the engine's scheduler. The last stand-in also determines the
-    readings of GPU memory."""
+    """Return a function that makes a stand-in for the engine's scheduler. When a rehearsal reads the GPU's memory, it
+    gets the figures of the last stand-in that was made."""
     for name, value in {
         "batch_facts": lambda batch: batch,
         "make_abort": lambda: "abort",

@@ -16,8 +16,8 @@ GRACE_S = 60.0
 
 
 class Server:
-    """Stand-in for a scheduler. It answers each request of the load driver after one forward pass. This forward pass
-    normally is as large as the request's phase requires.
+    """Stand-in for a scheduler that has a load driver. The stand-in runs one forward pass for each group of requests,
+    and then answers the requests. The forward pass normally is as large as the requests' phase requires.
 
     :param small_phases: names of phases whose forward passes stay smaller than required.
     :param lost_phases: names of phases whose requests are never answered.
@@ -25,8 +25,9 @@ class Server:
     :param left_s: function that returns how many seconds are left for the rehearsal.
     :param plants: whether the radix cache accepts a prefix that was not computed (a *planted* prefix); ``None`` if the
         server cannot plant prefixes.
-    :param fits: function that returns whether there is memory for a phase, from an estimate of the phase.
-    :param changed: values that replace fields of ``LIMITS``.
+    :param fits: function that the driver calls before a large phase. Its argument is an ``Estimate`` of the phase's
+        memory. It returns whether this memory is free.
+    :param changed: fields of ``LIMITS`` that differ in this server, such as ``requests=256``.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class Server:
     ],
 )
 def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, captured, ends, short):
-    """After a decode without a CUDA graph, the driver sends a short request, once all requests of the decode have left
-    the batch. Otherwise some tensors of the decode would stay allocated during the next phase."""
+    """A decode without a CUDA graph leaves some tensors allocated until another request runs. The driver must therefore
+    send a short request between this decode and the next phase. It waits until all requests of the decode have left the
+    batch."""
     server = Server(only=kind, requests=256, captured=captured)
     server.serve(server.step())
     if ends:
@@ -168,7 +170,8 @@ def test_a_prompt_that_would_take_too_long_is_not_sent(radix_cache, taken_s, sen
     """The driver sends no prompt that could take longer than the remaining time. It expects the next prompt to take at
     most 4 times as long as the slowest earlier prompt, or 16 times without a radix cache.
 
-    For example, 280 s are left after a prompt of 80 s. The next prompt is not sent, because it could take 320 s.
+    For example, all prompts together have 360 s, and the first prompt takes 80 s. The second prompt is not sent,
+    because it could take 320 s, and only 280 s are left.
     """
     left = [360.0 - GRACE_S]
 
@@ -270,9 +273,9 @@ def test_a_prefix_is_planted_before_the_requests_that_begin_with_it(kind):
 
 @pytest.mark.parametrize("kind", PREFIXED)
 def test_a_phase_whose_prefix_was_not_planted_is_not_computed(kind):
-    """To *plant* a prefix is to put it into the radix cache without computing it. If this fails, the driver tries once
-    more, because slots of the KV cache may become free. It then skips the phase, because computing the prefix could
-    take minutes."""
+    """The driver *plants* a prefix: it puts the prefix into the radix cache without computing it. If planting fails,
+    the driver tries once more, because slots of the KV cache may become free. If planting fails again, the driver skips
+    the phase, because computing the prefix could take minutes."""
     server = Server(only=kind, plants=False)
     driver = server.run()
     assert (server.sent_requests, len(server.planted), len(driver.missed)) == ([], ATTEMPTS_PER_PHASE, 1)

@@ -48,9 +48,12 @@ def test_all_ranks_get_the_size_that_fits_on_the_rank_with_least_memory(needs, t
 def test_a_larger_first_fraction_gives_the_rehearsal_enough_kv_cache(free, least):
     """If the rule's KV cache is smaller than a rehearsal needs (10 GB), the server starts with a larger fraction.
 
-    :param free: free GB after loading. The rule's fraction, 0.8, reserves 20 GB of them for forward passes.
-    :param least: the larger fraction, or ``None`` to keep 0.8. With 40 free GB, 0.8 suffices. With 12.9 free GB, no
-        fraction leaves 10 GB for the KV cache and 3 GB in reserve.
+    Before loading, 100 GB are free. The rule's fraction, 0.8, therefore reserves 20 GB for forward passes.
+
+    :param free: free GB after loading, including the reserved GB. A second rank has 5 GB more.
+    :param least: the larger fraction, or ``None`` if the server keeps 0.8. With 25 free GB, the fraction is 0.85: it
+        reserves 15 GB and leaves 10 GB for the KV cache. With 40 free GB, 0.8 suffices. With 12.9 free GB, no fraction
+        leaves 10 GB for the KV cache and 3 GB in reserve.
     """
     launches = [LaunchMemory("", 100 * GB, int(each * GB), 0.8) for each in (free + 5, free)]
     found = sizing.find_larger_fraction(launches, 10 * GB, 2 * GB)
@@ -66,9 +69,9 @@ def test_a_larger_first_fraction_gives_the_rehearsal_enough_kv_cache(free, least
 def test_a_larger_first_fraction_also_gives_room_to_the_caches_for_images(
     has_images, reserved_gib, expected, monkeypatch
 ):
-    """If a release takes the caches for images (here 1 GiB) out of the memory for the KV cache, the larger fraction
-    must have room for them, too. The KV cache itself needs 204 tokens of 1 MB: two prefill chunks of 100 tokens, and
-    two pages of 2 tokens."""
+    """The larger fraction must also leave memory for the caches for images (here 1 GiB), if the release takes this
+    memory out of the memory for the KV cache. The KV cache itself needs 204 tokens of 1 MB: two prefill chunks of 100
+    tokens, and two pages of 2 tokens."""
     asked: list[int] = []
     monkeypatch.setattr(engine_rule, "bytes_per_token", lambda maker: 1e6)
     monkeypatch.setattr(engine_rule, "arguments_of", lambda arguments: {"chunked_prefill_size": 100})
@@ -250,8 +253,8 @@ class Ranks:
         return [start._rehearsal for start in self.starts]
 
     def tokens(self):
-        """Check that the token counts of both ranks are equal, and return them: the KV cache size, the tokens with
-        memory, and the size that was set in the engine."""
+        """Return three token counts: the KV cache size, the number of tokens with memory, and the size that was set in
+        the engine. First check that both ranks have the same three counts."""
         first, second = [
             (pools.counts.tokens, pools.backed, sizes[-1])
             for pools, sizes in zip(self.pools, self.set_tokens, strict=True)
@@ -332,7 +335,8 @@ def test_phases_that_became_larger_are_rehearsed_again_and_the_kv_cache_shrinks(
 
 def test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one(monkeypatch, caplog):
     """A later rehearsal runs only the phases that have become larger. The need must still contain the allocator's slack
-    of the earlier rehearsal, although this slack was freed between the rehearsals."""
+    of the earlier rehearsal, although this slack was freed between the rehearsals. The *slack* is memory that PyTorch's
+    allocator keeps in addition to the tensors."""
     ranks = Ranks(monkeypatch, rehearses_twice=True)
     without_forwards = 20_000_000_000 - RULE * BYTES_PER_TOKEN
     ranks.measure(500, 500, slack=300_000_000, seconds={"a": 1.0}, free=int(without_forwards) - 70_000_000)
@@ -345,8 +349,8 @@ def test_the_need_of_an_earlier_rehearsal_still_counts_after_a_later_one(monkeyp
 
 
 def test_all_ranks_get_the_request_limit_of_rank_0(monkeypatch):
-    """All ranks must admit the number of requests that rank 0 has found. Here rank 1 could not begin its last
-    rehearsal, and has no memory to grow."""
+    """The rehearsal of rank 0 finds the limit of concurrent requests, and all ranks must use this limit. In this test,
+    rank 1 could not begin its last rehearsal, and has no memory to grow."""
     ranks, limited = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS), []
     for one in ranks.rehearsals():  # the rehearsal needs both to decide how many requests have memory
         assert (one.arguments["bytes_per_token"], one.arguments["margin"]) == (BYTES_PER_TOKEN, MARGIN)
@@ -382,8 +386,8 @@ def test_a_rehearsal_starts_over_if_unrequested_requests_make_the_kv_cache_too_s
 
 
 def test_a_rehearsal_that_starts_over_has_fewer_requests_and_two_more_passes(monkeypatch, caplog):
-    """If a rehearsal starts over with fewer requests, its earlier measurements no longer count, and two further
-    rehearsals may follow. The server later admits only the smaller number of requests."""
+    """If a rehearsal starts over with fewer requests, its earlier measurements no longer count. As after any first
+    rehearsal, two further rehearsals may follow. The server later admits only the smaller number of requests."""
     ranks, limited = Ranks(monkeypatch, rehearses_twice=True, limits=DEFAULT_REQUESTS), list[tuple[int, int]]()
     monkeypatch.setattr(start.serving, "limit_requests", lambda scheduler, *numbers: limited.append(numbers))
     ranks.measure(-1, 700, restart_requests=256, slack=9_000_000, phases={"a": 9_000_000}, free=900_000_000)
@@ -539,8 +543,8 @@ def test_an_estimated_need_counts_until_the_phase_has_run(monkeypatch):
 
 
 def test_rank_0_ends_a_rehearsal_that_it_does_not_drive(monkeypatch):
-    """If rank 0 fails to begin its second rehearsal, it must order rank 1 to end its rehearsal. Rank 1 would otherwise
-    wait forever for the requests of rank 0."""
+    """If rank 0 fails to begin the second rehearsal, rank 0 must order rank 1 to end the rehearsal. Otherwise rank 1
+    would wait forever for the rehearsal's requests, which only rank 0 sends."""
     ranks = Ranks(monkeypatch, rehearses_twice=True)
     monkeypatch.setattr(Rehearsal, "begin", lambda one: divide_by_zero() if one.leads else None)
     for one, spare in zip(ranks.starts, (500, 500), strict=True):
@@ -571,8 +575,8 @@ def test_a_rehearsal_that_ended_early_is_repeated_with_fewer_tokens_at_most_twic
 
 
 def test_the_pools_of_a_draft_model_grow_with_the_models_pools():
-    """A draft model uses the same KV cache slots as the model. If its pool did not grow, the engine would write past
-    its end."""
+    """A draft model has its own KV cache pool, but uses the same slot numbers as the model. If the draft model's pool
+    did not grow, the engine would write past the end of this pool."""
     process, pools = hooks.SchedulerHooks(), ElasticPools(HostMemory(), TokenCounts(640), TokenCounts(6400), 64)
     process.reason = ""
     process.reservation = start.Reservation(pools, LaunchMemory(), 0, True, MARGIN, BYTES_PER_TOKEN, 0, 0, False)

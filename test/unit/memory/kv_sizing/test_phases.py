@@ -359,7 +359,8 @@ def test_the_phases_of_a_pipeline_have_the_size_of_one_stages_batch():
 )
 @pytest.mark.parametrize("captured", [None, 40])
 def test_the_largest_captured_decode_is_read_from_each_releases_arguments(info, largest, captured):
-    """If the engine captured graphs for fewer requests (``captured``) than configured, the smaller number counts."""
+    """The largest captured decode has as many requests as the server's arguments say. If the engine captured graphs for
+    fewer requests (``captured``), the smaller number counts."""
     expected = largest if captured is None else min(largest, captured)
     assert limits_of(info, replace(FACTS, captured=captured)).captured == expected
 
@@ -402,8 +403,10 @@ def test_a_long_prompt_begins_with_the_cached_prefix():
 @pytest.mark.parametrize("radix_cache", [True, False])
 @pytest.mark.parametrize(("chunk", "requests", "context"), [(64, 4, 318), (36, 20, 2999), (2047, 512, 40_953)])
 def test_no_chunk_ends_within_a_prompt_of_a_decode(chunk, requests, context, radix_cache):
-    """The prompts of a decode phase must fill the chunks without a cut prompt. If a chunk cuts a prompt, the engine
-    admits one request too few, and the decode never reaches its size."""
+    """Each prompt of a decode phase must lie within one prefill chunk, unless its beginning is cached. If a prompt were
+    cut at the end of a chunk, the engine would admit one request too few, and the decode would never reach its size.
+    For example, if a chunk of 64 tokens already has 60, the next prompt must have at most 4 tokens in this chunk, or
+    begin in the next chunk."""
     info = {"chunked_prefill_size": chunk, "max_running_requests": requests, "disable_radix_cache": not radix_cache}
     c = limits_of(info, cache_tokens=100_000, requests=requests, input_tokens=context)
     for kind in (PhaseKind.EAGER_DECODE, PhaseKind.PENALTIES, PhaseKind.LONG_AMONG_SHORT):
@@ -462,9 +465,9 @@ def test_a_batch_with_one_size_below_the_bound_does_not_meet_it(graph):
 @pytest.mark.parametrize("at_once", [0, 1, 2])
 @pytest.mark.parametrize("cache", [3_000_000, 20_000_000])
 def test_the_first_request_of_a_decode_still_runs_when_the_last_is_admitted(mixed, at_once, cache):
-    """The first request of a decode phase must generate so many tokens that it still runs when the last one is
-    admitted. With mixed chunks, the first requests already decode while the engine admits ``at_once`` requests in each
-    chunk."""
+    """The first request of a decode phase must still run when the engine admits the last request. So each request must
+    generate enough tokens. With mixed chunks, the first requests already decode while the engine admits further
+    requests, ``at_once`` of them in each chunk."""
     c = replace(LIMITS, mixed=mixed, prefill_requests=at_once, requests=2000, cache_tokens=cache)
     forwards = c.requests // at_once if mixed and at_once else 0
     decodes = [phase for phase in phases.derive_phases(c) if phase.bound.requests == c.requests]

@@ -25,7 +25,8 @@ GRANULE = HostMemory.granularity
 
 
 class Counting(HostMemory):
-    """Stand-in for GPU memory that records the mapped granules. Mapping fails when ``fails_at`` granules are mapped."""
+    """Stand-in for GPU memory that records the mapped granules. A *granule* is the smallest piece of memory that the
+    GPU driver can map. Once ``fails_at`` granules are mapped, mapping another one fails."""
 
     def __init__(self):
         super().__init__()
@@ -137,8 +138,8 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 
 def build(make, rule=RULE, top=TOP, page=PAGE, *, table="ReqToTokenPool", allocator="TokenToKVPoolAllocator", **state):
-    """Build an engine's pools with addresses for ``top`` tokens and memory for ``rule`` tokens. Return the
-    ``ElasticPools`` that built them, and the KV cache pool.
+    """Build an engine's pools. Their buffers have addresses for ``top`` tokens, but memory only for ``rule`` tokens.
+    Return the ``ElasticPools`` that built the pools, and the KV cache pool.
     """
     pools = ElasticPools(HostMemory(), rule, top, page)
     rows = {"req_to_token": torch.zeros(100, 5000, dtype=torch.int32), "free_slots": list(range(1, 100))}

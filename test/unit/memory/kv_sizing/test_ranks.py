@@ -318,9 +318,12 @@ def test_users_requests_wait_while_rank_0_broadcasts():
 
 @pytest.fixture
 def ask_all_machines(store, monkeypatch):
-    """Return a function that simulates one rank on each of several machines. Its arguments are one boolean for each
-    rank: whether the rank calls ``all_machines_take_part``. It returns the set of all results. If a rank raises
-    ``RuntimeError``, its result is the string "RuntimeError"."""
+    """Return a function that simulates several machines with one rank each. Each argument of the function stands for
+    one rank: ``True`` if the rank calls ``all_machines_take_part``. The function returns the set of the calls' results.
+    If a call raises ``RuntimeError``, its result is the string "RuntimeError".
+
+    For example, ``(True, True, False)`` returns ``{False}``, because the last machine takes no part.
+    """
     monkeypatch.setattr(ranks, "WAIT_S", 0.5)
 
     def ask(rank):

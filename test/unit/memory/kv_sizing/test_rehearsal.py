@@ -56,8 +56,9 @@ def test_the_limits_of_a_rehearsal_are_read_from_the_scheduler(monkeypatch):
 # Tensors grow more than the reserved memory in the second case, because the graphs left reserved memory unused.
 @pytest.mark.parametrize(("taken_gb", "tensors", "slack"), [(3, 2, 1), (1, 2, 0)])
 def test_the_result_has_tensors_and_slack(taken_gb, tensors, slack, scheduler):
-    """A rehearsal measures by how many bytes the tensors grow at most. The slack is the memory that PyTorch's allocator
-    reserves in addition to this growth."""
+    """A rehearsal measures the growth of the tensors, up to their peak, and the *slack*. The slack is the memory that
+    PyTorch's allocator reserves in addition to this growth. For example, if the tensors grow by 2 GB and the reserved
+    memory by 3 GB, the slack is 1 GB."""
     instance = scheduler()
     instance.tp_worker.model_runner.graph_memory_usage = {"decode": 1, "target_verify": 2, "prefill": 4, "draft": 8}
 
@@ -145,9 +146,14 @@ CAPTURED, EAGER = "captured decode of 150 requests", "eager decode of 300 reques
 def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if_it_costs_little(
     free, has_default_requests, earlier, graphs, requests, stopped, lowest, arguments, scheduler, monkeypatch
 ):
-    """The rehearsal runs a large decode only if 1 GB stays free. If the user has set no limit of concurrent requests,
-    the margin must stay free, too, and the decode may cost at most 1/32 of the KV cache. Here a decode takes 20 MB for
-    each request.
+    """The rehearsal runs a large decode only if 1 GB stays free. Without a user's limit of concurrent requests, there
+    are two more conditions.
+
+    - The margin must stay free, too.
+    - The decode may cost at most 1/32 of the KV cache. The cost is the decode's memory minus the memory of a decode
+      with half as many requests. Memory that the allocator has reserved for such large decodes before is added.
+
+    In this test, each request of a decode takes 20 MB. So a decode of 300 requests takes 6 GB and costs 3 GB.
 
     :param free: free memory in GB when the rehearsal starts.
     :param has_default_requests: whether the user has set no limit of concurrent requests.
@@ -155,7 +161,8 @@ def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if
     :param graphs: memory of the decode graphs in GiB.
     :param requests: limit of concurrent requests that the rehearsal sets; 0 if it sets none.
     :param stopped: whether the rehearsal ends because a decode that the user asked for does not fit.
-    :param lowest: lowest free memory in GB, measured, or estimated for a decode that does not fit.
+    :param lowest: lowest free memory in GB. It is measured, or estimated if a decode does not fit. An estimate may be
+        negative.
     :param arguments: arguments of the rehearsal, and two settings of the stand-in:
 
         - ``most``: number of requests in the largest decode (default 300). If it is set, the allocator never returns
@@ -207,11 +214,11 @@ def test_the_next_smaller_request_limit_is_known_if_a_decode_leaves_little_memor
 
 
 def test_a_prompt_without_memory_is_not_sent(scheduler):
-    """A prompt is not sent if less than 1 GB would stay free. Each token takes 100 MB, and 5 GB are free. So the prompt
-    of 40 tokens is sent, and the next prompt, of 48 tokens, is not.
+    """A prompt is not sent if less than 1 GB would stay free. Each token takes 100 MB, and 5 GB are free. The prompt of
+    40 tokens leaves 1 GB, so it is sent. The next prompt, of 48 tokens, would leave 0.2 GB, so it is not sent.
 
-    The phase of these prompts still counts as reached, because each forward pass of the stand-in has the largest size
-    of its phase.
+    The phase of these prompts is still not reported as missed, because each forward pass of the stand-in has the
+    largest size of its phase. All later phases are missed.
     """
     instance = scheduler()
     longest = 0
@@ -295,9 +302,10 @@ def test_waiting_requests_count_as_stuck_after_a_long_time_without_a_batch(
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_rehearsal_times_out_unless_it_has_planted_a_prefix(planted, scheduler, monkeypatch):
-    """After its timeout, a rehearsal ends at once, even if requests still run. If the rehearsal has planted a prefix
-    (inserted it into the radix cache without computing it), it waits until no request runs, because only then the cache
-    can be flushed. Without a flush, a user's prompt with this prefix would read arbitrary keys and values."""
+    """After its timeout, a rehearsal ends at once, even if requests still run. There is one exception: the rehearsal
+    has planted a prefix, which means that it has inserted the prefix into the radix cache without computing it. The
+    rehearsal must then flush the radix cache, which is possible only when no request runs. So the rehearsal waits.
+    Without a flush, a user's prompt with this prefix would read arbitrary keys and values."""
     instance, now = scheduler(), [0.0]
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(rehearsal, "plant", lambda scheduler, tokens: True)

@@ -53,7 +53,7 @@ class Pools:
 
 class Allocator:
     """Stand-in for the engine's allocator of KV cache pages. It allocates pages from the front of its free list. Freed
-    pages are appended to the end of the list, or to the front if ``lifo``."""
+    pages go to the end of the list. If ``lifo`` is true, freed pages go to the front."""
 
     def __init__(self, size, page=1, lifo=False):
         self.size, self.page_size, self.lifo = size, page, lifo
@@ -85,8 +85,9 @@ def request(prompt, new, computed=0):
 
 
 EXTRA_TOKENS = 9
-"""KV cache tokens that a request takes in addition to its prompt and its new tokens. The expected sizes contain one
-more for each request, because the engine admits a request only if one further token is free."""
+"""Number of KV cache tokens that a request takes in addition to its prompt and its new tokens. The sizes that the tests
+expect contain 10 tokens instead of 9, because the engine admits a request only if one further token is free. For
+example, a request with 5 prompt tokens and 9,200 new tokens needs a KV cache of 9,215 tokens."""
 
 
 class Flags(set):
@@ -235,8 +236,8 @@ def test_sliding_window_layers_keep_room_for_a_window_and_a_prefill():
 
 
 def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
-    """If the driver cannot unmap the memory of withdrawn slots, a rank must not use these slots again. All ranks must
-    use the same slots, and the other ranks have unmapped theirs."""
+    """If the driver cannot unmap the memory of withdrawn slots, the rank still must not use these slots again. All
+    ranks must use the same slots, and the other ranks have unmapped the memory of these slots."""
     rank = make_rank(9 * GB)
 
     def fail(counts):
@@ -257,9 +258,16 @@ def raise_not_implemented():
 @pytest.mark.parametrize("cache", ["plain", "beside states"])
 @pytest.mark.parametrize(("computed", "evictable", "withdrawn"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
 def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable, withdrawn, cache, make_rank):
-    """Only free slots that the rest of a chunked prompt does not need may be withdrawn, because the engine computes the
-    next chunk without checking for free slots. The prompt has 1,000 tokens, of which ``computed`` are computed. In the
-    part of the KV cache to be unmapped 1,300 slots are free, and in the other part 100."""
+    """The engine computes the next chunk of a prompt without checking for free slots. So an order must not withdraw
+    free slots that the rest of this prompt needs.
+
+    In this test, 1,300 slots are free in the tail (the part of the KV cache to be unmapped), and 100 slots before the
+    tail. For example, 100 of the prompt's 1,000 tokens are computed. The rest needs 900 slots, and two pages of one
+    slot stay free. So 802 slots of the tail are needed, and 498 are withdrawn.
+
+    :param computed: tokens of the prompt that are computed.
+    :param evictable: slots of the radix cache that the engine can evict. They count as free.
+    """
     rank = make_rank(0, chunked_req=request(1000, 5, computed))
     says = {
         "evictable_size": lambda: evictable,
@@ -377,7 +385,7 @@ RECORDS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_
 )
 def test_slots_of_streaming_sessions_are_never_freed(waiting, least, prefixes, make_rank):
     """An order must leave enough slots for streaming sessions and for the waiting requests. The engine never frees a
-    session's slots for another request. It would abort a request that finds no other slots."""
+    session's slots for another request. If all other slots were in use, the engine would abort the request."""
     rank = make_rank(0, waiting_queue=waiting)
     vars(rank.scheduler.tree_cache).update(prefixes)
     rank.scheduler.chunked_prefill_size = 100
@@ -390,9 +398,9 @@ def test_slots_of_streaming_sessions_are_never_freed(waiting, least, prefixes, m
 
 
 def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
-    """If prefixes in another rank's radix cache still use slots to be unmapped, this rank must report it when it is
-    idle. Rank 0 then orders all ranks to evict prefixes. It needs the report, because with data-parallel attention its
-    own slots may already be unmapped."""
+    """An idle rank must report to rank 0 if prefixes in its radix cache still use slots that shall be unmapped. Rank 0
+    then orders all ranks to evict prefixes. Without the report, rank 0 would not know: with data-parallel attention,
+    the same slots of rank 0 may already be unmapped."""
     first, second = make_rank(2 * GB), make_rank(2 * GB, leads=False)
     second.allocator.free_pages = second.allocator.free_pages[:8000]
     obey_order(Retire(8500), first, second)
@@ -408,9 +416,9 @@ def test_prefixes_of_another_rank_are_flushed_when_it_is_idle(make_rank):
 
 @pytest.mark.parametrize(("waiting", "goal"), [([], 9000), ([request(9900, 100)], 10_000)], ids=str)
 def test_rank_0_orders_once_if_another_rank_is_short(waiting, goal, make_rank):
-    """If another rank reports that its memory is short, rank 0 orders all ranks once to free half of the margin,
-    because the report has no number of bytes. If no tokens can be freed, the order contains the current number of
-    tokens."""
+    """If another rank reports that its memory is short, rank 0 sends one order to all ranks. The report has no number
+    of bytes, so the order is to free half of the margin: here 1 GB, or 1,000 of 10,000 tokens. If no tokens can be
+    freed, the order contains the current number of tokens."""
     first, second = make_rank(9 * GB, waiting_queue=waiting), make_rank(0, leads=False)
     second.serving.run_turn()
     assert (second.orders, len(second.board)) == ([], 1)
@@ -531,8 +539,9 @@ def test_a_resized_allocator_has_each_slot_once(page):
 
 
 def test_a_request_that_would_not_fit_at_the_goal_is_refused():
-    """While the KV cache shrinks to its goal, the engine refuses requests that would not fit then. Such a request would
-    wait forever, and all later requests would wait behind it."""
+    """The *goal* is the smaller size to which the KV cache shrinks. While it shrinks, the engine must already refuse
+    requests that are too long for the goal. Such a request would wait forever, and all later requests would wait behind
+    it."""
     numbers = {"max_total_num_tokens": 900, "max_req_len": 899, "chunked_prefill_size": 64}
     scheduler = SimpleNamespace(**numbers, model_config=SimpleNamespace(context_len=5000))
     set_token_count(scheduler, TokenCounts(800), 300)
@@ -640,8 +649,9 @@ def test_fewer_requests_are_admitted_while_a_penalized_one_waits(scheduler):
 
 
 def test_a_penalized_request_that_left_the_queue_does_not_count_even_if_a_session_keeps_it(scheduler):
-    """An aborted request must not count, even while Python still stores it. Ranks delete it at different times, but all
-    ranks must admit the same requests."""
+    """A penalized request that has left the queue, such as an aborted one, must no longer lower the request limit. This
+    must hold even while a session still refers to the Python object. The ranks delete this object at different times,
+    but all ranks must admit the same requests."""
     session = Request(min_p=0.1)
     scheduler._add_request_to_queue(session)
     scheduler._add_request_to_queue(Request())
