@@ -78,7 +78,7 @@ def run_experts(experts: Any, rows: torch.Tensor, ids: torch.Tensor, weights: to
 
 
 def make_norms_out_of_place(monkeypatch: Any) -> None:
-    """Make all norms write their output to a new tensor, as with ``--enable-deterministic-inference``."""
+    """Make all norms write their output to a new tensor, as they do with ``--enable-deterministic-inference``."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     monkeypatch.setattr(RMSNorm, "forward_native", inspect.unwrap(RMSNorm.forward_native))
@@ -123,8 +123,9 @@ class Kernels:
 class Pool:
     """Stand-in for the pool of NCCL symmetric memory, which needs several GPUs.
 
-    It allocates tensors from one region of memory, and reuses freed parts. The engine's own functions ask whether a
-    tensor lies in the pool. ``walks`` counts how often these functions take a snapshot of the pool.
+    The pool allocates tensors from one region of memory, and reuses freed parts. To find out whether a tensor lies in
+    the pool, the engine's own functions call :meth:`snapshot`, which lists the pool's blocks. ``walks`` counts these
+    calls.
     """
 
     def __init__(self, monkeypatch: Any) -> None:
@@ -208,7 +209,10 @@ def graph_arguments(requests: int, piecewise_tokens: int | None = None) -> dict[
 
 
 def load_unquantized(patch: Any) -> None:
-    """Make the session's engine load models without quantization, until the patches of ``patch`` are undone."""
+    """Make the session's engine load models without quantization, until ``patch.undo()`` is called.
+
+    :param patch: pytest's ``MonkeyPatch``.
+    """
     from sglang.srt.configs.model_config import ModelConfig
 
     from_server_args = ModelConfig.from_server_args

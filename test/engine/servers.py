@@ -184,7 +184,8 @@ COUNTS_BY_EFFECT = {
     COLUMNS: moe_workspace.COLUMNS,
     SHARED_BUFFERS: cutedsl_sizing.CHANGE.counts[0],
 }
-"""Name of the counter in a server's observations, by the name of the effect in doctor's report."""
+"""Counters (:class:`Count`) by effect. The key is the text with which doctor's report describes an effect of a change.
+The value counts this effect in a running server."""
 NEED_CUDA = ("activation-segments", "moe-workspace")
 """Names of changes that apply only on a GPU."""
 

@@ -87,7 +87,7 @@ def _examine_here() -> dict[str, Any]:
 
 def _describe_wrong_values() -> list[str]:
     """Return one error message for each environment variable with a wrong value. The message names the change that
-    makes a server refuse the value."""
+    reads the variable. If this change applies, a server with the wrong value does not start."""
     lines = []
     for change, variable in patch.list_variables(CHANGES):
         try:
@@ -98,8 +98,11 @@ def _describe_wrong_values() -> list[str]:
 
 
 def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
-    """Return the plan of a change for a server on a GPU. The server has no options, and the environment of this
-    process."""
+    """Return the plan of a change (its status and the reason) for a server without arguments on a GPU. The server has
+    the environment variables of this process.
+
+    :param names: names of the selected changes.
+    """
     if engine.is_plugin_left_out():
         reason = (
             f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} makes the engine load only other plugins; add {PLUGIN_NAME}"
@@ -110,8 +113,8 @@ def _plan_of_a_server(change: patch.Change, names: set[str]) -> patch.Plan:
 
 @functools.cache
 def _arguments_without_flags() -> Any:
-    """Return the default values of the engine's server arguments. Values that the engine derives from a model are not
-    set."""
+    """Return the engine's server arguments with their default values, and with ``cuda`` as the device. Arguments whose
+    value the engine would derive from the model keep their defaults, such as ``None``."""
     from sglang.srt.server_args import ServerArgs
 
     if dataclasses.is_dataclass(ServerArgs):

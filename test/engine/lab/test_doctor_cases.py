@@ -30,8 +30,8 @@ def row(report: Report, change: str) -> dict[str, Any]:
 
 
 def expert_bytes(model: dict[str, Any], ranks: int) -> float:
-    """Return the bytes of a rank's routed experts at one byte per weight. Each expert has three matrices. All layers
-    with experts count."""
+    """Return the bytes of the routed experts of all layers, divided by the number of ranks. Each expert has three
+    matrices, with one byte per weight."""
     layers = model["num_hidden_layers"] - model["first_k_dense_replace"]
     return layers * model["n_routed_experts"] * 3 * model["hidden_size"] * model["moe_intermediate_size"] / ranks
 
@@ -41,10 +41,10 @@ R1, V4 = "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V4-Flash"
 
 def does_not_start(report: Report, least: float | None) -> None:
     """Check that doctor reports that the server does not start because memory is too small. If a larger
-    ``--mem-fraction-static`` helps, the report must name the smallest one that suffices, and must say whether the user
-    or the engine chose the present one.
+    ``--mem-fraction-static`` helps, the report must name the smallest value that suffices. It must also say whether the
+    user or the engine chose the present value.
 
-    :param least: the smallest fraction that suffices; ``None``: no fraction does.
+    :param least: smallest ``--mem-fraction-static`` that suffices; ``None`` if no value suffices.
     """
     fit = report["fit"]
     assert not fit["starts"]
@@ -133,8 +133,12 @@ def does_not_start_and_is_not_sized(report: Report) -> None:
 
 
 def runs_out_in(*places: str) -> Callable[[Report], None]:
-    """Return a function that checks doctor's prediction that the stock server runs out of memory in one of ``places``:
-    a kind of forward pass, or the capture of CUDA graphs. Doctor's verdict must say so."""
+    """Return a function that checks that doctor predicts an out-of-memory error of the stock server.
+
+    :param places: moments at which doctor may predict the error: a kind of forward pass, or the capture of CUDA graphs.
+        An error at one of these moments suffices. If this moment is the capture, the verdict must be that the server
+        does not start. Otherwise, the verdict must be that the server starts with too little room.
+    """
 
     def check(report: Report) -> None:
         found = report["room"]["stock"]
@@ -146,9 +150,14 @@ def runs_out_in(*places: str) -> Callable[[Report], None]:
 
 
 def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report], None]:
-    """Return a function that checks the range of fractions with which a server starts. The smallest, ``least``, is just
-    large enough for the weights. The largest, between ``lowest`` and ``highest``, leaves free the measured memory of
-    forward passes and CUDA graphs, a fifth more for the prediction's error, and a margin."""
+    """Return a function that checks the values of ``--mem-fraction-static`` that doctor advises. Doctor advises values
+    for the stock and for the patched server. Both servers must have the same limits.
+
+    :param least: smallest advised value. It is just large enough for the weights.
+    :param lowest: lower limit of the largest advised value. This value leaves free the predicted memory of forward
+        passes and CUDA graphs, and the margin.
+    :param highest: upper limit of the largest advised value.
+    """
 
     def check(report: Report) -> None:
         for found in report["room"].values():
@@ -200,8 +209,13 @@ def weighs(size: float) -> Callable[[Report], None]:
 
 
 def tokens_of(size: float) -> Callable[[Report], None]:
-    """Return a function that checks the KV cache size in tokens. The KV cache fills the memory that
-    ``--mem-fraction-static`` leaves beside the weights, with ``size`` bytes for each token."""
+    """Return a function that checks the KV cache size in tokens.
+
+    The KV cache gets all memory that ``--mem-fraction-static`` allows, except the weights and the memory that stays
+    allocated after loading.
+
+    :param size: bytes of one token in the KV cache.
+    """
 
     def check(report: Report) -> None:
         fit = report["fit"]
@@ -229,18 +243,25 @@ def has_tokens_as_measured(result: str, server: str, fit: str = "fit") -> Callab
 
 
 def bytes_at_four_fifths(columns: int, whole: int, windows: int) -> float:
-    """Return the KV cache bytes of a token on a rank with one head of keys and one head of values, in 16 bits.
+    """Return the KV cache bytes of one token on one rank, for a model with sliding windows.
 
-    :param columns: size of a head.
+    Each layer of the rank has one head of keys and one head of values, with two bytes for each element. A layer with a
+    sliding window has room for only four fifths of the tokens, so its bytes count with the factor 0.8. For example, 64
+    columns, 18 whole layers and 18 windows have 256 * (18 + 0.8 * 18) = 8,294.4 bytes.
+
+    :param columns: number of elements of a head.
     :param whole: number of layers with full attention.
-    :param windows: number of layers with a sliding window. Each of these layers keeps only 0.8 of the tokens.
+    :param windows: number of layers with a sliding window.
     """
     return 2 * 2 * columns * (whole + 0.8 * windows)
 
 
 def names_prefill_graphs(whether: bool) -> Callable[[Report], None]:
-    """Return a function that checks whether doctor reports the memory of prefill graphs as unknown. The memory is
-    unknown if a prefill chunk runs in such a graph."""
+    """Return a function that checks whether doctor reports the memory of prefill graphs as unknown. This memory is
+    unknown if a prefill chunk runs in a CUDA graph.
+
+    :param whether: whether doctor must report the memory as unknown.
+    """
 
     def check(report: Report) -> None:
         lines = [line for line in report["unknown"] if "prefill graphs" in line]
@@ -358,8 +379,9 @@ class Case:
 POST_CAPTURE = {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"}
 OFF = {"SGLANG_MOE_PATCHES_KV_SIZING": "off"}
 UNTRACED = " --disable-piecewise-cuda-graph" * (RELEASE == "0.5.12.post1")
-"""Argument that lets layers offer their dead input in prefills on 0.5.12.post1; empty on other releases. Without it,
-0.5.12.post1 runs prefills of some models in traced graphs, in which no layer offers its input."""
+"""Server argument that disables piecewise CUDA graphs on 0.5.12.post1; empty on other releases. By default,
+0.5.12.post1 runs prefills of some models in such graphs. They are made by tracing the layers, and no traced layer
+offers its dead input."""
 ATTENTION = "--tp 8 --dp 8 --enable-dp-attention"
 GLM = public("zai-org/GLM-5.2", quantization_config=public("zai-org/GLM-5.1-FP8")["quantization_config"])
 NEXT_FP8 = public("Qwen/Qwen3-30B-A3B-FP8")["quantization_config"] | {

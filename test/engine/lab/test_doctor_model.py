@@ -16,7 +16,8 @@ from sglang_moe_patches.lab.predict import config, engine_query, model_report
 
 QWEN, QWEN_LARGE = "Qwen/Qwen3-30B-A3B-FP8", "Qwen/Qwen3-235B-A22B-FP8"
 IN_BF16 = "QWEN in BF16"
-"""The model ``QWEN`` without quantization. The engine has files of tuned tile sizes for its MoE layer on an H200."""
+"""Stand-in, in ``SERVERS``, for the path of the model ``QWEN`` without quantization. The engine has files with tuned
+tile sizes for this model's MoE layer on an H200."""
 CHUNK = "--chunked-prefill-size"
 DRAFT = "nvidia/gpt-oss-120b-Eagle3"
 STEPS = [f"--speculative-{each}" for each in ("num-steps=3", "eagle-topk=1", "num-draft-tokens=4")]
@@ -37,7 +38,7 @@ SERVERS = {
     "MoRI": ("deepseek-ai/DeepSeek-R1", ["--tp", "8", "--moe-a2a-backend", "mori", CHUNK, "4096"]),
 }
 ENVIRON = {"MoRI": {"SGLANG_MORI_MOE_MAX_INPUT_TOKENS": "abc"}}
-"""Environment variables by the name of a server in ``SERVERS``."""
+"""Environment variables of servers that need any. The key is the server's name in ``SERVERS``."""
 
 
 def examine(server: dict[str, Any]) -> dict[str, Any]:
@@ -97,8 +98,9 @@ def test_the_engine_imports_only_the_modules_that_name_the_models_classes(monkey
 @pytest.mark.every_release
 @pytest.mark.long("two queries, of which one imports all that the engine does")
 def test_packages_that_a_query_leaves_out_change_no_answer(tmp_path):
-    """For a query, the engine does not import packages that the model does not need. The model of this test takes
-    images, and its classes refer to most of these packages."""
+    """A query that replaces packages by stand-ins must have the same answer as a query that imports all packages. The
+    replaced packages (``unused_imports.UNUSED``) are not needed for a report. The model of this test takes images, and
+    its classes refer to most of these packages."""
     asked = {"gpu": "h200", "language_model": False, "top_k": 8}
     content, _ = config.load_model("Qwen/Qwen3-VL-30B-A3B-Instruct-FP8")
     (tmp_path / "config.json").write_text(json.dumps(content))

@@ -56,8 +56,12 @@ def test_an_answer_does_not_depend_on_the_chunks_of_its_prefill(engine, checkpoi
 @pytest.mark.every_release
 @pytest.mark.usefixtures("engine")
 def test_a_changes_skip_function_receives_resolved_arguments(checkpoint):
-    """From 0.5.20 on, ``ServerArgs`` has unresolved arguments, and has no device unless ``--device`` is given. A
-    change's skip function must still receive resolved arguments."""
+    """A change's skip function must receive resolved server arguments. The function decides whether a server runs
+    without the change.
+
+    To resolve arguments, the engine computes those that the user did not give, such as the device. From 0.5.20 on, a
+    new ``ServerArgs`` is not resolved: its device is not set unless ``--device`` is given.
+    """
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(model_path=str(checkpoint()), quantization="modelopt_fp4")

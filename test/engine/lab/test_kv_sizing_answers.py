@@ -65,12 +65,13 @@ class Case:
 
     :param flags: server arguments.
     :param variables: environment variables.
-    :param stand_ins: plugins that stand in for parts of a GPU, in addition to ``tells_memory``.
+    :param stand_ins: plugins that stand in for parts of a GPU. Every server also has the plugin ``tells_memory``, which
+        simulates the GPU's free memory.
     :param runs: whether the server can run a forward pass on a CPU. Otherwise it only starts.
     :param backend: MoE runner.
     :param model: arguments of the fixture ``checkpoint``.
     :param removed: default server arguments of the tests that this server must not have.
-    :param fails_on: reason why the engine ends this server, by release.
+    :param fails_on: reason why the engine ends this server. The key is the release on which the server ends.
     """
 
     flags: str = ""
@@ -123,8 +124,9 @@ STARTED = {
     "capturer": Case("--enable-return-routed-experts", stand_ins=("no_driver",)),
     "Rust": Case(variables={"SGLANG_RUST_SERVER": "1"}),
 }
-"""Servers that the test starts, by name. For each row in the tables of kv-sizing's page, a server has a flag or
-variable that the row names, or the row is in :data:`TESTED_ELSEWHERE`."""
+"""Servers that the test starts. The key is the server's name. Each server belongs to a row in the tables of
+docs/changes/kv-sizing.md: the row names a flag or a variable of the server. :data:`TESTED_ELSEWHERE` has the rows
+without a server."""
 TESTED_ELSEWHERE = {
     "`--dcp-size`": "no server with its flags starts on a CPU; a unit test compares page and table of flags",
     "`--enable-priority-scheduling`": "a unit test has the flag, and the server starts as other servers do",

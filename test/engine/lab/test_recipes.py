@@ -18,7 +18,8 @@ FORMATS = {
     "compressed-tensors": {"INT4", "INT4 or INT8 weights"},
 }
 CHOSEN_BY_LAYERS = {"triton", "marlin"}
-"""Runners that the layers choose if the runner argument is ``auto``."""
+"""MoE runners that ``doctor`` may report if ``--moe-runner-backend`` is ``auto`` after the engine has resolved its
+arguments. Each MoE layer then chooses its runner itself."""
 
 
 def is_consistent(recipe: dict[str, Any], doctor: dict[str, Any], engine: dict[str, Any]) -> bool:

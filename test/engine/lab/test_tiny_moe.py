@@ -23,7 +23,7 @@ FURTHER_MUTATIONS = {"one expert's scales swapped", "shared experts skipped in o
 
 
 def ask(engine, model, questions: list[str], longest: int) -> Run:
-    """Return the answers of an engine in this process to all questions, in one batch, without worked examples.
+    """Ask the engine in this process all questions in one batch, without worked examples. Return its answers.
 
     :param questions: lines of JSON.
     :param longest: maximum number of new tokens.

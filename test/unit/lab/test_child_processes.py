@@ -26,16 +26,16 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_query_imports_no_module_from_the_users_folder():
-    """The child process that asks the engine must ignore the modules in the user's folder. It ends before it imports
-    the engine, because the query in this test is not valid JSON."""
+    """The child process that asks the engine must ignore the modules in the user's folder. In this test, the query is
+    not valid JSON, so the child process ends before it imports the engine."""
     process = engine_query.run_query("no JSON", dict(os.environ))
     assert "JSONDecodeError" in process.stderr
     assert "stray module" not in process.stderr
 
 
 def test_doctor_imports_no_module_from_the_users_folder(monkeypatch):
-    """The child process in which ``doctor`` probes the changes must ignore the modules in the user's folder. The
-    variable selects no change, so this process does not import the engine."""
+    """The child process in which ``doctor`` examines the changes must ignore the modules in the user's folder. With
+    ``SGLANG_MOE_PATCHES=none`` no change is selected, so the child process does not import the engine."""
     monkeypatch.setenv(patch.SELECT_VARIABLE, "none")
     monkeypatch.setattr(without_gpu, "variables", lambda environment: {})
     assert {change["status"] for change in doctor.examine()["changes"]} == {"not selected"}

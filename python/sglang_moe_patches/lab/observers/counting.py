@@ -1,9 +1,10 @@
 """Count what each change does in a running server: how often, and in which MoE layers.
 
 Each change declares the functions to count (:class:`sglang_moe_patches.core.patch.Count`). In an observed process
-(:mod:`.forwards`) these functions are wrapped. Other processes have no wrappers, so counting costs them nothing. The
-engine's ``FusedMoE.run_moe_core``, which calls every MoE runner, is wrapped, too. Each call of a counted function can
-then be assigned to a layer.
+(:mod:`.forwards`) these functions are wrapped. Other processes have no wrappers, so counting costs them nothing.
+
+The engine calls every MoE runner in ``FusedMoE.run_moe_core``. This method is wrapped, too, so that the counter knows
+which MoE layer runs. The counter assigns each call of a counted function to this layer.
 
 A CUDA graph runs Python code only when it is captured, so the actions of a replayed graph are not counted.
 """
@@ -66,8 +67,9 @@ class Tally:
         self.counts, self._attempt = tuple(counts), attempt
         self._acts: dict[tuple[str, int | None, bool], Act] = {}
         self._pending: dict[str, tuple[bool, int]] = {}
-        """Actions before a MoE layer, which are counted for the layer that runs next. The key is the action's name. The
-        value is (whether a CUDA graph is being captured, amount)."""
+        """Actions that happened before a MoE layer (:attr:`Count.before_layer`). The actions are counted for the MoE
+        layer that runs next. The key is the action's name. The value is a tuple: whether a CUDA graph was being
+        captured, and the amount of the action (:attr:`Count.amount`)."""
         self._layers: set[int] = set()
         self._layer: int | None = None
         """Index of the MoE layer that runs now; ``None`` outside of all layers."""

@@ -37,13 +37,15 @@ class Memory:
     """Type of the device: 'cpu' or 'cuda'; ``None`` before the first forward pass."""
     peak_forward_bytes: int | None = None
     """Peak of the bytes that the forward pass with the most tokens allocates; ``None`` without CUDA. If several forward
-    passes have equally many tokens, the smallest peak counts, because the first peak may include workspaces that a
-    library allocates only once."""
+    passes have this number of tokens, the smallest of their peaks counts. The peak of the first forward pass may be
+    larger, because a library may then allocate a workspace that it keeps."""
     live_at_kernel_bytes: int | None = None
-    """Largest number of bytes that the forward pass with the most tokens had allocated when one of its MoE kernels
-    started. If several forward passes have equally many tokens, the smallest of their numbers counts."""
+    """Bytes that the forward pass with the most tokens had allocated when a MoE kernel started. Of the pass's MoE
+    kernels, the one with the most bytes counts. If several forward passes have this number of tokens, the pass with the
+    fewest bytes counts."""
     tokens: int = 0
-    """Largest number of tokens in one forward pass."""
+    """Number of tokens of the forward pass with the most tokens. After the first observed MoE kernel, forward passes
+    without a MoE kernel do not count, because they replay a CUDA graph."""
     forwards: int = 0
     moe_layers: int | None = None
     """Largest number of MoE kernels that ran in one forward pass."""
@@ -168,9 +170,12 @@ def collect(folder: Path) -> Process | None:
 
 
 def merge(records: Sequence[Acts]) -> Acts:
-    """Merge the actions of several processes into one record. For the fields ``times``, ``most`` and ``total`` of an
-    action in a layer, the record has the largest value of the processes. It has no sums, because tensor-parallel ranks
-    perform the same actions."""
+    """Merge the actions of several processes into one record.
+
+    If several processes performed an action in the same layer, the record has one entry for it. The entry's ``times``,
+    ``most`` and ``total`` are the largest values among the processes. They are not sums, because tensor-parallel ranks
+    perform the same actions: if two ranks both acted 10 times, the entry has 10 times.
+    """
     acts: dict[tuple[Any, ...], Act] = {}
     for act in (act for record in records for act in record.acts):
         known = acts.get(act[:3], act)

@@ -51,8 +51,9 @@ class Observer:
         self.tokens = 0
         """Tokens of the current forward pass."""
         self.is_measuring = False
-        """Whether the memory of the current forward pass is recorded. On a GPU, it is recorded unless an earlier
-        forward pass had more tokens; on a CPU, unless an earlier one had as many or more."""
+        """Whether the memory of the current forward pass is measured. On a GPU, the forward pass must have at least as
+        many tokens as each earlier forward pass. On a CPU, where measuring is slow, the forward pass must have more
+        tokens than each earlier one."""
         self.kernels = 0
         """Number of MoE kernels that the current forward pass has started."""
         self.buffers = 0
@@ -185,8 +186,8 @@ class Observer:
 
 
 def _without_counts(acts: events.Acts) -> Any:
-    """Return the actions without their numbers of calls, so that two results differ only if a change did something
-    new."""
+    """Return the actions with their numbers of calls and their total amounts set to 0. So two results are equal if
+    the changes have only repeated their actions meanwhile."""
     return acts.layers, acts.largest, {act._replace(times=0, total=0) for act in acts.acts}
 
 

@@ -2,18 +2,24 @@
 
 Both servers answer the same ``n`` questions. A *loss* is a question that only the stock server answers correctly. A
 *gain* is a question that only the patched server answers correctly. The drop is the share of losses minus the share of
-gains. Nearly all questions are neither a loss nor a gain. The usual interval (the difference and 1.64 standard errors)
-is then too narrow: without losses and gains its width is zero. This module inverts an exact unconditional test instead.
+gains. For example, 20 losses and 15 gains in 1,000 questions are a drop of 0.005. The upper bound of the true drop is
+then 0.015 with ``alpha`` = 0.05.
+
+Nearly all questions are neither a loss nor a gain. The usual interval, the drop plus or minus 1.64 standard errors, is
+then too narrow. In a run without losses and gains, its width is even zero. This module therefore tests many values of
+the true drop, with an exact unconditional test. The bound is the smallest value that the test rejects:
 
 - The null hypothesis is "the accuracy drops by at least ``drop``".
-- The *score* of a run says by how many standard errors the run's drop is smaller than ``drop``. The standard error
-  uses those rates of losses and gains that differ by ``drop`` and make the run most likely (Nam, Tango).
-- The *p-value* of a run is the probability that another run has at least this score, if the true drop is ``drop``. The
-  rate of gains is not known. The p-value is computed for each rate on a grid, and the largest p-value counts (Hsueh and
-  others). For each rate, the sum over the multinomial distribution is exact.
+- The *score* of a run is the number of standard errors by which the run's drop is smaller than ``drop``. The standard
+  error depends on the true rates of losses and gains, which are not known. They are estimated: of all rates whose
+  difference is ``drop``, those are used that make the run most likely (Nam, Tango).
+- The *p-value* of a run is the probability that another run has at least this score, if the true drop is ``drop``.
+  This probability depends on the true rate of gains, which is not known. The p-value is therefore computed for many
+  rates of gains, and the largest p-value counts (Hsueh and others). For each rate, the sum over the multinomial
+  distribution is exact.
 
-The bound is wrong with a probability of at most ``alpha``, whatever the true rates are. If the true drop is larger than
-``drop``, losses are more probable, so a high score is no more probable.
+The bound is too small with a probability of at most ``alpha``, whatever the true rates are. This also holds if the true
+drop is larger than ``drop``: losses are then more probable, so high scores are not more probable.
 
 scipy and statsmodels have no interval for paired proportions: ``confint_proportions_2indep`` of statsmodels is for
 independent proportions. This module uses only the distributions of scipy.
@@ -38,11 +44,12 @@ POWER = 0.8
 """Probability of the verdict "no worse" with the number of questions from :func:`questions_for`, if both servers are
 equally good."""
 GRID_RATES = 160
-"""Number of rates of gains for which the p-value is computed. The largest of these p-values counts. Near zero, the
-rates lie closer together."""
+"""Number of true rates of gains for which the p-value is computed. The largest of these p-values counts. The rates lie
+between 0 and 1/2, and are denser near 0."""
 MIN_PROBABILITY = 1e-12
-"""Numbers of gains with a probability up to this limit are not examined. Their whole probability is added to the
-p-value, so that the p-value is never too small."""
+"""Probability at or below which a number of gains is not examined. For example, 900 gains in 1,000 questions are this
+improbable if the true rate of gains is 0.02. All runs with such a number of gains count as runs with a sufficient
+score. The p-value may therefore be slightly too large, but never too small."""
 TIE_TOLERANCE = 1e-9
 """Largest difference between two scores that count as equal."""
 
@@ -61,8 +68,9 @@ def p_value(questions: int, losses: int, gains: int, drop: float) -> float:
 def largest_drop(questions: int, losses: int, gains: int, alpha: float, *, threshold: float) -> float:
     """Return the upper end of the one-sided confidence interval of the drop, at the level ``1 - alpha``.
 
-    :param threshold: drop with which the caller compares the result. The result is at most ``threshold`` exactly if
-        :func:`p_value` of ``threshold`` is at most ``alpha``.
+    :param threshold: drop with which the caller compares the result. The search begins at ``threshold``, so that the
+        comparison agrees with :func:`p_value`. If the p-value for the drop ``threshold`` is at most ``alpha``, the
+        result is at most ``threshold``. Otherwise, the result is larger.
     :returns: the drop as a share of the questions, accurate to 0.0001.
     """
     is_below = p_value(questions, losses, gains, threshold) <= alpha
@@ -124,8 +132,8 @@ def pass_probability(questions: int, drop: float, alpha: float, losses: float, g
 
 
 def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> Any:
-    """Return the rate of gains that makes a run most likely, if the true drop is ``drop``. The rate solves a quadratic
-    equation: the derivative of the likelihood is zero."""
+    """Return the true rate of gains for which a run's losses and gains are most likely, if the true drop is ``drop``.
+    The rate solves a quadratic equation, because the derivative of the likelihood must be zero."""
     import numpy as np
 
     linear = 2 * questions * drop - losses * (1 + drop) - gains * (1 - drop)
@@ -136,7 +144,7 @@ def _likeliest_gains(questions: float, losses: Any, gains: Any, drop: float) -> 
 
 def _variance(questions: float, losses: Any, gains: Any, drop: float) -> Any:
     """Return the variance of one question's outcome (1 for a loss, -1 for a gain, else 0), if the true drop is
-    ``drop``. The rate of gains is :func:`_likeliest_gains`."""
+    ``drop``. The true rate of gains is not known, and :func:`_likeliest_gains` estimates it from the run."""
     return 2 * _likeliest_gains(questions, losses, gains, drop) + drop - drop * drop
 
 
@@ -170,7 +178,8 @@ def _max_losses(questions: int, score: float, drop: float) -> Any:
 
 
 def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any) -> Any:
-    """Return the probability that a run has ``n`` gains and at most ``max_losses[n]`` losses, summed over all ``n``.
+    """Return the probability that a run has at most ``max_losses[n]`` losses, where ``n`` is the run's number of gains.
+    The probability is the sum over all ``n``.
 
     :param max_losses: largest number of losses for each number of gains: array of shape [questions + 1].
     :param losses: true rates of losses: array of shape [rates], or one rate.
@@ -192,7 +201,8 @@ def _table_probability(questions: int, max_losses: Any, losses: Any, gains: Any)
 
 def _max_probability(questions: int, score: float, drop: float) -> float:
     """Return the probability that a run has a score of at least ``score``, if the true drop is ``drop``. The true rate
-    of gains is not known, so the largest probability for the rates of the grid is returned (:data:`GRID_RATES`)."""
+    of gains is not known. The probability is therefore computed for :data:`GRID_RATES` rates, and the largest
+    probability is returned."""
     import numpy as np
 
     rates = (1 - drop) / 2 * (np.arange(GRID_RATES) / GRID_RATES) ** 2

@@ -120,8 +120,8 @@ class Comparison:
     tokens_differ: int
     """Number of questions to which the two servers gave different token ids."""
     detectable_drop: int | None
-    """Smallest drop in accuracy that the run can detect, as a number of losses without gains; ``None`` if even losing
-    every question would not be significant."""
+    """Smallest number of losses that is significant in a run without gains; ``None`` if even the loss of every question
+    would not be significant. With ``alpha`` = 0.05, the number is 5."""
     differing: tuple[tuple[int, Answer, Answer], ...]
     """Tuples (index of the question, stock answer, patched answer) for all answers that differ in text or token ids."""
     reasons: tuple[str, ...]
@@ -186,15 +186,16 @@ class Comparison:
 
     @property
     def detectable_drop_points(self) -> float | None:
-        """``detectable_drop`` in percentage points of accuracy."""
+        """``detectable_drop`` in percentage points: 100 points are all questions of the run."""
         return None if self.detectable_drop is None else 100 * self.detectable_drop / self.questions
 
     @property
     def accuracy_can_tell(self) -> bool:
         """Whether the stock server answers enough questions correctly for a comparison.
 
-        If a patched server answered no question correctly, the comparison must find it significantly worse, with a drop
-        of more than ``max_drop``.
+        Imagine a patched server without any right answer. Each right answer of the stock server is then a loss. The
+        stock server has enough right answers if this number of losses is significant, and if its accuracy exceeds
+        ``max_drop``. For example, a stock server with 4 right answers has too few if ``alpha`` is 0.05.
         """
         few = self.detectable_drop is None or self.stock.correct < self.detectable_drop
         return not few and 100 * self.stock.accuracy > self.max_drop

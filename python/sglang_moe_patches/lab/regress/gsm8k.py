@@ -46,8 +46,8 @@ class Evaluation:
 def count_questions(path: Path) -> int:
     """Return the number of questions in a file.
 
-    :param path: file with one JSON object per line, with the keys ``question`` and ``answer``. An answer ends in ``####
-        NUMBER``.
+    :param path: file with one JSON object per line. The object has the keys ``question`` and ``answer``, and the answer
+        ends in ``#### NUMBER``.
     :raises ValueError: the file is missing or malformed.
     """
     try:
@@ -144,8 +144,8 @@ def _main(url: str, result: Path, evaluation: Evaluation) -> None:
     endpoint = few_shot_gsm8k.RuntimeEndpoint
 
     class CountingEndpoint(endpoint):  # type: ignore[misc, valid-type]
-        """Client for an engine server. The client appends a byte to a file after each answer, and the parent process
-        counts the bytes."""
+        """Client for an engine server. After each answer, the client appends a byte to the file ``answered``. The size
+        of this file tells the parent process how many questions were answered."""
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             answer = super().generate(*args, **kwargs)

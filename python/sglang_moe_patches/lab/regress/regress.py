@@ -71,13 +71,17 @@ class Criterion:
 
     @property
     def min_questions(self) -> int:
-        """Smallest number of questions with which a run can lead to the verdict "no worse" or "worse"."""
+        """Smallest number of questions with which both verdicts, "no worse" and "worse", are possible. With fewer
+        questions, at least one of the two verdicts is impossible, whatever the servers answer."""
         return max(min_losses(self.alpha), bound.min_questions(self.max_drop / 100, self.alpha))
 
 
 def default_questions(data_path: Path | None, criterion: Criterion) -> int:
-    """Return the number of questions that suffices for the verdict "no worse", with a probability of 80 %, if both
-    servers are equally good.
+    """Return the number of questions that ``regress`` asks by default. If both servers are equally good, this number
+    leads to the verdict "no worse" with a probability of 80 %.
+
+    If the criterion requires identical answers, this probability does not matter. A file with fewer questions is then
+    allowed, and the number of its questions is returned.
 
     :param data_path: file with questions; ``None`` to use the test set of GSM8K.
     :raises CannotRun: the file has too few questions or cannot be read.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NOT_MEASURED = "not measured"
 STYLES = {NO_WORSE: ("bold green", "fine"), WORSE: ("bold red", "worse"), INCONCLUSIVE: ("bold yellow", "open")}
-"""Style on the terminal and CSS class on the page. The key is the exit code."""
+"""Style of the verdict on the terminal, and its CSS class in report.html. The key is the exit code of ``regress``."""
 
 
 class Row(NamedTuple):
@@ -172,8 +172,11 @@ class Saving(NamedTuple):
 
 
 def _find_saving(comparison: Comparison) -> Saving | None:
-    """Return the activation memory of both servers; ``None`` if the patched server saves less than 0.5 %, or if the
-    memory was not measured."""
+    """Return the activation memory of both servers at the peak of a forward pass. If the patched server saves less than
+    0.5 % of this memory, or if it was not measured, return the activation memory at the start of a MoE kernel instead.
+
+    :returns: ``None`` if the patched server saves less than 0.5 % of both figures, or if neither was measured.
+    """
     for moment, name in (
         ("at the peak of one forward pass", "peak_forward_bytes"),
         ("live when the MoE kernel starts", "live_at_kernel_bytes"),
@@ -248,8 +251,8 @@ def list_rows(comparison: Comparison) -> list[Row]:
 
 
 def saved_kv_tokens(comparison: Comparison) -> int | None:
-    """Return the number of KV cache tokens that fit into the saved memory of a GPU. The saved memory is the difference
-    between the largest forward passes of the two servers.
+    """Return the number of KV cache tokens that fit into the memory that the patched server saves on one GPU. The saved
+    memory is the peak memory of the stock server's largest forward pass minus that of the patched server.
 
     :returns: ``None`` if the patched server saves nothing, or if a figure is missing.
     """
@@ -425,7 +428,10 @@ def _common_prefix_length(stock: Sequence[Any], patched: Sequence[Any]) -> int:
 
 
 def _difference(index: int, stock: Answer, patched: Answer) -> dict[str, Any]:
-    """Return the values with which the template of report.html shows one question with differing answers."""
+    """Return the values for the template of report.html that describe one question with two different answers.
+
+    :param index: index of the question, from 0.
+    """
     same = _common_prefix_length(stock.text, patched.text)
     token = _common_prefix_length(stock.tokens, patched.tokens)
     return {

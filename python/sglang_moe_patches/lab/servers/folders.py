@@ -25,8 +25,8 @@ class Scratch:
 
 
 scratch_folders: list[Scratch] = []
-"""Temporary folders that this process uses at the moment. If the process is killed, a supervisor removes them
-(:func:`clear_scratch`)."""
+"""Temporary folders that this process uses at the moment. If this process is killed, the supervisor process of its
+running server (:mod:`.supervisor`) calls :func:`clear_scratch` for each folder."""
 
 
 @contextmanager

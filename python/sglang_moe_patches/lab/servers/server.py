@@ -50,8 +50,8 @@ def port_in_use(port: int) -> bool:
 class Server:
     """Server process, ``python -m sglang.launch_server``, that listens on 127.0.0.1.
 
-    The engine chooses further ports and binds them many seconds later. Another server may take such a port meanwhile.
-    The server is then started once more.
+    At the start, the engine chooses further ports, and binds them many seconds later. Another process may take such a
+    port meanwhile. The start then fails, and the server is started a second time.
 
     :param name: name for messages.
     :param arguments: server arguments, without host and port.

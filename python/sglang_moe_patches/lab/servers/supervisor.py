@@ -1,18 +1,24 @@
 """Run a command so that all of its processes end with the process that started the command.
 
-A server consists of dozens of processes, in several sessions and process groups: the *family*. The *owner* is the
-process that uses :class:`Supervised`. It starts a *supervisor* process (``python -m
-sglang_moe_patches.lab.servers.supervisor``), which starts the server. The supervisor adopts every process of the family
-that loses its parent, so no process can leave the family. The supervisor also reads from a pipe to the owner. If the
-owner closes the pipe or is killed, even with SIGKILL, the supervisor ends the whole family.
+Three kinds of processes take part:
+
+- The *owner* is the process that uses :class:`Supervised`, such as ``regress``. The owner starts the supervisor.
+- The *supervisor* (``python -m sglang_moe_patches.lab.servers.supervisor``) starts the command, such as a server.
+- The *family* is all processes that the command starts. A server has dozens of processes, in several sessions and
+  process groups.
+
+If a process of the family loses its parent, the supervisor adopts the process. So no process can leave the family. The
+supervisor also reads from a pipe that the owner writes. If the owner closes the pipe or is killed, even with SIGKILL,
+the supervisor ends the whole family.
 
 The family ends in steps:
 
 1. The command receives SIGTERM.
 2. After a few seconds, the remaining processes receive SIGKILL. Processes that clean up after others (the resource
    trackers of Python and torch) receive SIGKILL last.
-3. The supervisor removes the family's shared memory if no process maps it any more. An engine kills its own resource
-   trackers, so they cannot remove it. The supervisor lists the shared memory before step 1.
+3. The supervisor removes the family's shared memory files that no process maps any more. The engine kills its own
+   resource trackers, so the trackers cannot remove these files. The supervisor finds the files before step 1, because
+   only running processes show which files they map.
 4. The supervisor removes the family's own folder for temporary files. The engine leaves some sockets in the folder.
 5. If the owner was killed, the supervisor saves the owner's logs and answers, and removes its temporary folders.
 """
@@ -50,7 +56,7 @@ CLEANUP_TIMEOUT_S = 5.0
 """Seconds from the end of all other processes until cleaners (:data:`CLEANERS`) receive SIGKILL, if they have
 not ended by themselves."""
 SUPERVISOR_TIMEOUT_S = 20.0
-"""Seconds within which a supervisor must end its family. Afterwards its owner ends the family itself."""
+"""Seconds within which a supervisor must end its family. If the supervisor needs longer, its owner ends the family."""
 END_MESSAGE = b"."
 """Byte that an owner writes into the pipe to its supervisor before it closes the pipe. If the owner was killed, the
 supervisor reads no such byte."""

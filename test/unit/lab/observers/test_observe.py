@@ -25,8 +25,11 @@ def make_observer(tmp_path):
 
 
 def run_forward(observer, tokens, *outputs, extra_bytes=0):
-    """Run one forward pass that allocates a tensor of ``extra_bytes`` bytes, and then starts a kernel for each function
-    in ``outputs``. Return the tensor."""
+    """Run one forward pass. It allocates a tensor of ``extra_bytes`` bytes, and then starts its MoE kernels.
+
+    :param outputs: one function for each MoE kernel. The function returns the kernel's output tensor.
+    :returns: the tensor of ``extra_bytes`` bytes.
+    """
     observer.start_forward(tokens, cuda=False)
     extra = torch.zeros(extra_bytes, dtype=torch.uint8)
     for make_output in outputs:
@@ -292,10 +295,10 @@ def test_an_engine_that_cannot_be_observed_starts(model_process, monkeypatch):
 
 @pytest.fixture
 def set_gpu_memory(process, monkeypatch):
-    """Replace the memory statistics of the GPU's allocator. Between two forward passes, 50 bytes are allocated.
+    """Replace the memory statistics of the GPU's allocator. Whenever a forward pass begins, 50 bytes are allocated.
 
-    :returns: a function that sets the peak of each forward pass, and the bytes that are reserved after each forward
-        pass.
+    :returns: a function with two arguments: the peak of the allocated bytes in each forward pass, and the bytes that
+        are reserved after each forward pass.
     """
     peaks, reserved = [0], [100]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -326,8 +329,8 @@ def test_slack_is_the_reserved_memory_that_no_tensor_ever_used(process, set_gpu_
 
 
 def test_the_peak_of_the_largest_forward_pass_is_recorded_without_observed_kernels(process, set_gpu_memory):
-    """If the observer does not observe a runner's kernels, as with Triton, it must record the peak that PyTorch's
-    allocator reports for the forward pass with the most tokens."""
+    """The observer does not observe the kernels of some runners, such as Triton. It must still record the peak of the
+    forward pass with the most tokens, as PyTorch's allocator reports it."""
     set_gpu_memory([700, 500, 900, 100])
     figures_of = [process.forward(tokens).memory for tokens in (10, 10, 20, 3)]
     # The record has the smaller peak of the two forward passes with 10 tokens.

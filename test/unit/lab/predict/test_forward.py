@@ -184,9 +184,12 @@ def test_expert_parallel_ranks_share_attention_and_not_their_experts():
 
 
 def test_fp8_experts_hold_their_quantized_input_beside_the_tensor_of_the_top_k():
-    """With FP8 experts, the predicted peak also contains the quantized input of the second GEMM. In Qwen3-235B at TP=4
-    this input has 384 bytes for each token and each of its experts. Float32 scales come in addition: one for each 128
-    columns if FP8 is in blocks, otherwise one for each row."""
+    """The predicted peak of FP8 experts also contains the quantized input of the second GEMM and its float32 scales.
+
+    The input has one row for each token and each of the token's 8 experts. In Qwen3-235B at TP=4, a row has 384 columns
+    of one byte. If FP8 is in blocks, each 128 columns of a row have a scale: 3 scales, or 12 bytes. Otherwise, each row
+    has one scale: 4 bytes.
+    """
     plain, blocks, by_rows = (
         forward.predict(MODELS["qwen3-235b"], Layout(tp=4), Runner("triton", quantization), 16384, MemoryEffects())
         for quantization in (None, forward.BLOCKS, "rows")

@@ -16,8 +16,8 @@ from sglang_moe_patches.lab.predict import engine_query, unused_imports
 
 @pytest.fixture
 def replaced_packages(monkeypatch):
-    """Replace the package ``xmlrpc`` by a stand-in during the test. The list of packages to replace also has a package
-    that is not installed, which must be ignored."""
+    """Replace the package ``xmlrpc`` by a stand-in during the test. The list of packages to replace also names the
+    package ``no_such_package``. This package is not installed, so it must get no stand-in."""
     monkeypatch.setattr(unused_imports, "UNUSED", ("xmlrpc", "no_such_package"))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     before = dict(sys.modules)

@@ -35,7 +35,7 @@ QUESTIONS = 100
 
 class Regression:
     """A ``regress`` command with a model, questions, and a folder for its report. The command starts stand-ins for the
-    engine. A stand-in creates a file in ``folder`` for each of its events."""
+    engine. A stand-in creates a file in ``folder`` for each event, such as its start."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.folder, self.output = tmp_path / "events", tmp_path / "report"
@@ -278,9 +278,12 @@ def test_shared_memory_that_another_process_still_maps_is_kept(tmp_path):
 
 
 def test_a_supervised_process_can_set_its_title_after_pytorch_has_set_the_folder_of_its_cache(tmp_path):
-    """A supervised process must be able to set its title, although PyTorch sets the variable of its cache folder in the
-    process. ``setproctitle`` needs the memory of the first environment variable, and loses it if the process sets this
-    variable. So the variable of the cache folder must not be the first."""
+    """A supervised process must be able to set its title after PyTorch has set ``TORCHINDUCTOR_CACHE_DIR``.
+
+    ``setproctitle`` needs the memory in which the first environment variable lay when the process started. If the
+    process sets its first variable again, the variable moves, and ``setproctitle`` fails. PyTorch sets
+    ``TORCHINDUCTOR_CACHE_DIR`` in the process. So ``Supervised`` must not put this variable first.
+    """
     script = "import os, setproctitle; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/cache'"
     script += "; setproctitle.setproctitle('a title'); print(open('/proc/self/cmdline').read().strip(chr(0)))"
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
