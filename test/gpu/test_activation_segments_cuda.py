@@ -224,8 +224,8 @@ class Case:
     """Test case: a kind of server, and an event between two rounds of the same questions.
 
     :param meanwhile: function that causes the event. It receives the server and its model's folder.
-    :param aborts: whether many requests are aborted before the second round. False with a draft model, because no
-        server would then answer for half a minute (0.5.12.post1).
+    :param aborts: whether many requests are aborted before the second round. It is False in cases with a draft model:
+        after so many aborts, such a server does not answer for half a minute (0.5.12.post1).
     """
 
     gpus: int = 1
@@ -241,7 +241,8 @@ class Observations:
     """Results of one server in a test case.
 
     :param answers: answers to the same questions, before and after the event.
-    :param prefills: rank 0's observations after each prefill: kinds of segments in the pools of graphs and elsewhere.
+    :param prefills: observations of rank 0, one for each prefill. An observation has the kinds of the allocator's
+        segments after the prefill, in the memory pools of CUDA graphs and elsewhere.
     :param registered: number of addresses that custom all-reduce registered in each capture.
     """
 

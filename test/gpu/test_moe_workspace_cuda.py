@@ -348,8 +348,9 @@ def test_all_options_of_the_fused_moe_function_give_stock_results(modules, slice
 
 @pytest.mark.usefixtures("lower_thresholds")
 def test_an_activation_inside_the_first_gemm_leaves_the_expert_outputs_deferred(modules, slice_counts, monkeypatch):
-    """The expert outputs must be deferred even if the engine runs the activation inside the first GEMM, and allocates
-    one tensor less (from 0.5.20 on, off by default).
+    """If the engine runs the activation inside the first GEMM, it allocates one tensor less. The change must still
+    replace the tensor for the expert outputs by a ``DeferredTensor``, and compute it in column slices. The engine has
+    this option from 0.5.20 on, off by default.
     """
     if "fuse_swiglu_interleaved" not in inspect.signature(getattr(modules.sequence, triton.FUSED_MOE)).parameters:
         pytest.skip("not in this release")

@@ -198,10 +198,11 @@ def write_adapter(folder: Path, target: str) -> Path:
 
 
 def requests(case: Case) -> list[Request]:
-    """Return two lists: prompts to send one after another, and prompts to send at the same time.
+    """Return the requests of a test case: first requests to send one after another, then requests to send at the same
+    time. Only cases with pipeline stages have requests of the second kind.
 
-    The prompts of the second list fill a forward pass and ask for one token, so that batches do not depend on arrival
-    times.
+    Each request of the second kind has a prompt that fills a forward pass, and asks for one token. The batches
+    therefore do not depend on the times at which the requests arrive.
     """
     lengths = [TOKENS, TOKENS - 16, TOKENS - 33, 5]
     lengths += (CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ()
@@ -217,7 +218,7 @@ def ask(server: Server, case: Case) -> list[mismatch.Answer]:
 
 
 def environments(case: Case, folder: Path) -> dict[str, tuple[tuple[str, str], ...]]:
-    """Return the environment variables of each server."""
+    """Return the environment variables of the two servers, by the server's name: ``stock`` or ``patched``."""
     own = (
         (MOE_WORKSPACE_MB.name, WORKSPACE_MB),
         (forwards.UNTIMED, "1"),

@@ -1,5 +1,9 @@
-"""Example answers of an engine query for tests, and two results that ``doctor --model`` derives from such answers: the
-report, and the *room* (the memory that remains in addition to weights and KV cache)."""
+"""Example data for tests of ``doctor --model``.
+
+In an *engine query*, doctor runs the engine's code in a process without a GPU, and asks for the engine's choices. From
+the answer, doctor derives a report, and the *room*: the memory that remains in addition to weights and KV cache. This
+module has example answers, the report of such an answer, and example figures for the room.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Compare ``doctor --model`` with the engine. Both resolve the same published recipe or server.
+"""Comparison of ``doctor --model`` with the engine: both choose the settings of the same published recipe or server.
 
-The functions run in a process that pretends to have the recipe's GPU (:mod:`common.doctor_answers`).
+To *resolve* a recipe means to run the engine's code that replaces unset arguments by the engine's choices. The
+functions run in a process that pretends to have the recipe's GPU (:mod:`common.doctor_answers`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from sglang_moe_patches.registry import CHANGES
 def compare(recipe: dict[str, Any]) -> dict[str, Any]:
     """Resolve a recipe twice: with ``doctor``, and with the engine.
 
-    :returns: a dictionary with two keys: ``doctor`` has doctor's answer, and ``engine`` has the engine's chunk, ranks,
-        runner and quantization.
+    :returns: a dictionary with two keys: ``doctor`` has doctor's answer, and ``engine`` has the engine's prefill chunk
+        size in tokens, numbers of ranks, MoE runner and quantization.
     """
     return {"doctor": doctor_answers.examine(recipe), "engine": _call_in_fork(_resolve, recipe)}
 
@@ -56,8 +57,14 @@ def _call_in_fork(call: Callable[[dict[str, Any]], dict[str, Any]], server: dict
 
 
 def _decide(server: dict[str, Any]) -> dict[str, Any]:
-    """Return the decision of a server's process, from kv-sizing's ``skip`` or else from the hook that gathers facts
-    from all ranks."""
+    """Run kv-sizing's own code for a server, and return its decision: whether kv-sizing sizes the KV cache.
+
+    The code decides in two steps. First ``skip`` reads the server's arguments. If it finds no reason against sizing,
+    the hook that gathers facts from all ranks decides.
+
+    :returns: a dictionary with one key: ``sized``; ``skipped`` or ``kept``, with kv-sizing's reason against sizing; or
+        ``refused``, with the engine's error for these arguments.
+    """
     from sglang.srt.server_args import prepare_server_args
 
     change = next(change for change in CHANGES if change.name == "kv-sizing")

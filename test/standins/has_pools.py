@@ -1,9 +1,9 @@
 """Engine plugin that gives a plain tiny model several kinds of KV pools, to test kv-sizing on the CPU.
 
-With ``POOLS=windows`` the model has sliding windows, as gpt-oss has. With ``POOLS=states`` it has states, as Qwen3-Next
-has. The pools, their allocators, the prefix cache and the scheduler are the engine's own. Attention on the CPU supports
-neither sliding windows nor states. For a layer with a sliding window, the plugin copies the pool's rows to their
-positions in a full cache. The states are allocated and copied, but no layer reads them.
+With ``POOLS=windows`` the model has sliding windows, as gpt-oss has. With ``POOLS=states`` it has Mamba's states, as
+Qwen3-Next has. The pools, their allocators, the prefix cache and the scheduler are the engine's own. Attention on the
+CPU supports neither sliding windows nor states. For a layer with a sliding window, the plugin copies the pool's rows to
+their positions in a full cache. The states are allocated and copied, but no layer reads them.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ SMALL = Limits(chunk=64, input_tokens=300, cache_tokens=5000, requests=3, captur
 
 
 def find_phase(limits, kind):
-    """Return the largest phase of a kind, or ``None`` if the rehearsal has none."""
+    """Return the largest phase of a kind, or ``None`` if the rehearsal has no phase of this kind."""
     return next((phase for phase in reversed(phases.derive_phases(limits)) if phase.kind is kind), None)
 
 
 def largest_batch(phase):
-    """Return a batch that meets the phase's bound (:class:`phases.Bound`): all of its sizes are large enough."""
+    """Return a batch that meets the phase's bound (:class:`phases.Bound`). The batch is larger than any bound."""
     return Batch(phase.bound.modes[0], **dict.fromkeys(SIZES, 10**9), graph=bool(phase.bound.graph))
 
 
@@ -83,8 +83,8 @@ class Scheduler:
     makes this stand-in, and replaces the engine's functions that a rehearsal calls.
 
     :param reads: whether the rank reads requests from the tokenizer.
-    :param free: function that returns the free memory in bytes after a number of forward passes.
-    :param flushes: result of a flush.
+    :param free: function that returns the free memory in bytes. Its argument is the number of forward passes so far.
+    :param flushes: whether a flush of the cache succeeds.
     """
 
     def __init__(self, reads=True, free=lambda forwards: 9 * GB, flushes=True, **arguments):
@@ -157,9 +157,10 @@ def snapshot_state(scheduler):
 
 
 class OneRank:
-    """Rehearsal on one rank, and the orders that control it.
+    """Rehearsal on one rank, and the rank's :class:`ranks.Orders`, which call the rehearsal in each turn of the event
+    loop. The attribute ``low_reports`` lists this rank's reports that its memory is low.
 
-    :param low: function that returns whether another rank reports that its memory is low.
+    :param low: function that returns whether another rank has reported that its memory is low.
     """
 
     def __init__(self, scheduler, over=print, *, leads=True, low=lambda: False, limits=SMALL, **more):

@@ -45,14 +45,16 @@ def unpacked(packed, kind):
 
 
 def in_order(by_column):
-    """Return scales or biases in the order of the columns. They are stored in the order of the kernel's tiles."""
+    """Return scales or biases in the order of the columns, as float64. The argument has them in the order of the
+    kernel's tiles."""
     return by_column.double().view(*by_column.shape[:-1], -1, TILE_N).flip(-1).reshape(by_column.shape)
 
 
 def compiled(dtype, is_ep=None, has_bias=None, expert_ids_are_sorted=False, zero_inactive_output=False, *more):
     """Stand-in for the engine's ``_jit_moe_wna16_marlin_module``. It returns an object with the GEMM.
 
-    From 0.5.23 on, the engine compiles one module for each combination of these arguments.
+    The engine compiles one module for each combination of this function's arguments. Before 0.5.23, the function has
+    only the argument ``dtype``.
     """
     types = {kind.id: kind for kind in (INT4, INT8, FP4)}
 

@@ -1,8 +1,8 @@
 """Stand-ins in plain PyTorch for MoRI's expert-parallel dispatch and AITER's fused MoE, with the vendors' signatures.
 
-:class:`Network` moves rows between simulated ranks. :class:`EpDispatchCombineOp` gives it MoRI's Python interface, for
-ranks that are threads of one process. :func:`fused_moe` stands in for ``aiter.fused_moe.fused_moe``. They behave as the
-hardware does, so that faults show:
+:class:`Network` moves rows between simulated ranks. :class:`EpDispatchCombineOp` has MoRI's Python interface to this
+network, for ranks that are threads of one process. :func:`fused_moe` stands in for ``aiter.fused_moe.fused_moe``. These
+stand-ins behave as the hardware does, so that faults of the tested code show:
 
 - Rows after the received rows contain NaN and valid expert ids.
 - Rows arrive in random order.
@@ -93,7 +93,7 @@ class Network:
 
     def dispatch(self, sent: Sequence[Sent]) -> list[Received]:
         """Send the rows of all ranks to the ranks of their experts. Return each rank's receive buffer. A rank receives
-        a row at most once.
+        a row only once, even if it has several of the row's experts.
 
         :raises RuntimeError: a rank sends or receives more rows than its buffer has. MoRI raises the same error.
         """

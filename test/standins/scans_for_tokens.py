@@ -1,7 +1,8 @@
 """Engine plugin that searches a scheduler's objects for the old KV cache size after the KV cache has grown.
 
-It writes one line into the file ``SCAN`` for each attribute that still has the old size in tokens. The old largest
-request lengths count, too.
+It writes one line into the file ``SCAN`` for each attribute that still equals the old size in tokens. It also reports
+attributes that equal the old size less 1 or less 6, because the engine derives the length of the longest request from
+the size in this way.
 """
 
 from __future__ import annotations

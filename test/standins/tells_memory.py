@@ -226,8 +226,11 @@ def note(text):
 
 
 def note_tuning(module):
-    """Write a line into the file ``TUNES`` each time the engine would tune kernels on a GPU. The engine skips the
-    tuning on a CPU. Up to 0.5.13, the line is therefore written in the next step of the start, the capture of graphs.
+    """Write a line into the file ``TUNES`` at the step of a start at which the engine tunes kernels on a GPU.
+
+    On a CPU, the engine tunes no kernels. Later releases call their function ``warmup`` nevertheless, so the line is
+    written at this call. Up to 0.5.13, the engine does not call its tuning function on a CPU. The line is then written
+    at the next step of the start, the capture of graphs.
     """
     for kind, name in (("ModelRunner", "init_device_graphs"), ("BaseRunner", "warmup")):
         if hasattr(getattr(module, kind, None), name):
@@ -289,7 +292,8 @@ def report_before_pools(module):
 
 def read_fraction_first(wrapped, maker, args, kwargs):
     """Store ``--mem-fraction-static`` in ``fraction`` before the engine sizes its pools, because the simulated free
-    memory depends on it. Without kv-sizing, no other code stores it."""
+    memory depends on ``fraction``. With kv-sizing, it is already stored: kv-sizing calls ``fraction_in_force``, which
+    :func:`note_fraction` has wrapped. Without kv-sizing, no other code calls this function."""
     if not fraction[0]:
         from sglang_moe_patches.memory.kv_sizing import engine_rule
 

@@ -19,8 +19,9 @@ class UnsizedServer:
 
     :param value: value of this argument in the command line; ``True`` if the argument is a switch.
     :param more: rest of the command line.
-    :param arguments: fields of the resolved ``ServerArgs`` by which kv-sizing recognizes the server. If it is empty,
-        kv-sizing recognizes the server by the field of this argument alone, which has the value ``value``.
+    :param arguments: fields of the resolved ``ServerArgs`` by which kv-sizing recognizes the server. If ``arguments``
+        is empty, kv-sizing recognizes the server by one field: the field with the argument's name and the value
+        ``value``. For example, ``--dcp-size 2`` sets ``dcp_size`` to 2.
     """
 
     value: object = True

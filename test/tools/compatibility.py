@@ -1,5 +1,5 @@
-"""Install engine releases. On each release, record the status of every change, and run the compatibility tests. Write
-the pages.
+"""Install engine releases. On each release, record the status of every change, and run the compatibility tests. Then
+rewrite the generated parts of README and docs.
 
     python test/tools/compatibility.py                 # all releases in turn: half an hour, 10 GB of disk at a time
     python test/tools/compatibility.py 0.5.23 0.5.24   # only these releases; other records are kept

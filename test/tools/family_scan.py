@@ -33,7 +33,8 @@ _RESIDUAL_KEYWORDS = ("read", "update")
 _PLAIN = frozenset({"NormQuantReadout", "NormReadout", "NORM_QUANT_READOUT", "NORM_READOUT", "PLAIN_ADD"}) | {
     *("PLAIN_RESIDUAL_OPS", "PLAIN_RESIDUAL", "NormQuantRead", "NormRead", "NORM_QUANT_READ", "NORM_READ", "ADD"),
 }
-"""Values of the keyword arguments in ``_RESIDUAL_KEYWORDS`` with which the residual is a plain sum."""
+"""Values of the keyword arguments in ``_RESIDUAL_KEYWORDS`` with which the residual is a *plain sum*: the layer only
+adds outputs to the residual, and only a norm reads the residual."""
 
 
 def models_folder() -> Path:

@@ -32,7 +32,8 @@ from sglang_moe_reference import environment
 SMALL = ("--chunked-prefill-size", "64", "--max-running-requests", "3", "--context-length", "320")
 """Server arguments on a machine without a GPU. They are so small that the rehearsal is short."""
 NO_LIMIT = ("--max-total-tokens", "100000000")
-"""Server arguments that override the small KV cache of the test environment for servers without a GPU."""
+"""Server arguments for a KV cache of practically any size. Without them, the test environment for servers without a GPU
+would limit the KV cache to 65,536 tokens."""
 FRACTION_FLAG = "--mem-fraction-static"
 NO_GPU = (
     "Without a GPU, a stand-in reports the free memory of a GPU with 107 GB. So the sizes are made up, and the engine, "

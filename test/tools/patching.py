@@ -12,7 +12,7 @@ from sglang_moe_patches.core.patch import Patcher
 def patched_by(*installs: Callable[[Patcher], None]) -> Iterator[None]:
     """Install patches while the block runs, and undo them afterwards.
 
-    :param installs: installers of plans, in the order in which they run.
+    :param installs: functions that install patches with the :class:`Patcher` that they receive. They run in this order.
     """
     patcher = Patcher()
     try:

@@ -33,8 +33,8 @@ def check(stated: Mapping[str, Any]) -> Releases:
     """Check the contents of releases.toml, and return them as :class:`Releases`.
 
     :param stated: parsed contents of releases.toml.
-    :raises ValueError: ``all`` names a release twice, or does not name a release of another table, or ``every_time``
-        does not name the default.
+    :raises ValueError: ``all`` names a release twice; or another table names a release that ``all`` does not name; or
+        ``every_time`` does not name the default release.
     """
     known = tuple(stated["all"])
     if twice := {name for name in known if known.count(name) > 1}:

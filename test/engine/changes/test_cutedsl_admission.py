@@ -35,7 +35,14 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Case:
-    """Random arguments of one server, and its requests, each as (prompt tokens, new tokens, ignore_eos)."""
+    """One server with random arguments and random requests.
+
+    :param arguments: the server's arguments.
+    :param cache_tokens: tokens of the KV cache.
+    :param request_slots: number of requests that can run at once.
+    :param context_length: tokens of the longest request, prompt and output.
+    :param requests: for each request, its prompt tokens, its new tokens, and its sampling parameter ``ignore_eos``.
+    """
 
     arguments: dict[str, Any]
     cache_tokens: int
@@ -291,8 +298,11 @@ def test_without_any_one_limit_a_forward_exceeds_the_bound(outcomes, limits_chan
 @pytest.mark.usefixtures("tokens_of_forwards")
 @pytest.mark.parametrize("extend", [False, True])
 def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
-    """With data-parallel attention, the buffers have room for the gathered and padded tokens of all ranks. The test
-    covers both padding modes of the engine, although the engine pads every rank to the longest rank only in decodes.
+    """The buffers have room for the tokens of all ranks, padding included. With data-parallel attention, the engine
+    pads each rank's tokens, and gathers the tokens of all ranks.
+
+    The engine pads in two ways. In a prefill, it pads each rank to a multiple of ``attn_tp``. In a decode, it may also
+    pad every rank to the size of the longest rank. The test covers both ways.
     """
     pick = random.Random(extend)
     to_the_longest, padded_beyond = set(), 0

@@ -41,9 +41,10 @@ CHANGES = (output_buffer.CHANGE, cutedsl_sizing.CHANGE)
 
 @pytest.fixture(autouse=True)
 def ignore_memory_pools(monkeypatch):
-    """Make the change use 0 as the size of each memory pool. In a server, the change records the sizes when the model
-    runner creates its pools. The tests' model runner created its pools before the change was installed, so no sizes are
-    recorded.
+    """Make the change compute as if the model runner had not yet created its memory pools (requests and KV cache).
+
+    In a server, the change records the sizes of the pools when the model runner creates them. In these tests, the model
+    runner created its pools before the change was installed, so the change uses 0 for each size.
     """
     outcome = probe(cutedsl_sizing.CHANGE)
     if outcome.status is Status.NATIVE:
@@ -79,7 +80,8 @@ def stock(engine, checkpoint):
 
 @contextmanager
 def poison_buffers(monkeypatch):
-    """Context manager that fills the wrapper's buffers and the output with NaN whenever a layer's kernels start."""
+    """Context manager that fills the buffers of FlashInfer's wrapper, and the layer's output, with NaN whenever the
+    kernels of a layer start."""
     run_into = SharedMoE._run_into
 
     def poison(self, output, arguments):
@@ -153,9 +155,9 @@ def test_a_layers_output_outlives_the_next_layers_run(engine, checkpoint, monkey
     """A layer's output stays valid while the next layer runs. A draft model reads such outputs (the target's hidden
     states), and a pipeline stage sends them.
 
-    All layers share one FlashInfer wrapper. Each call of the wrapper must therefore return an output of its own. If
-    ``separate_outputs`` is False, all calls return the same buffer, and the second layer must overwrite the first
-    layer's output.
+    All layers share one FlashInfer wrapper. Each call of the wrapper must therefore return a new output. The case
+    ``separate_outputs=False`` tests the test: it makes all calls return the same buffer, and expects that the second
+    layer then overwrites the first layer's output.
     """
     if not separate_outputs:
         own = torch.empty(4, 256, dtype=torch.bfloat16)
@@ -333,9 +335,11 @@ def test_prefill_graphs_of_every_kind_raise_the_bound(server_args):
 
 @pytest.mark.every_release
 def test_the_page_states_the_installed_engines_default_budget():
-    """The page of cutedsl-sizing states the installed engine's default number of tokens per rank for FlashInfer's
-    dispatcher: 1,024 up to 0.5.12.post1, at least 4,096 in the later releases, which also size CuteDSL's buffers
-    themselves.
+    """The page docs/changes/cutedsl-sizing.md states the engine's default token budget: the largest number of tokens
+    per rank for FlashInfer's dispatcher. The page must agree with the installed engine's code.
+
+    The default is 1,024 up to 0.5.12.post1. In later releases it is at least 4,096, and the engine itself sizes
+    CuteDSL's buffers.
     """
     page = (Path(__file__).parents[3] / "docs/changes/cutedsl-sizing.md").read_text()
     dispatcher = engine_code.import_module("sglang.srt.layers.moe.token_dispatcher.flashinfer")
@@ -353,7 +357,8 @@ def test_the_page_states_the_installed_engines_default_budget():
 
 def test_a_budget_that_is_too_small_is_refused_with_the_command_that_fixes_it(server_args, monkeypatch):
     """The server does not start if the token budget of FlashInfer's dispatcher is too small for the server's prefills.
-    The error contains the command that sets a sufficient budget, in tokens per rank.
+    The error contains the command that sets a sufficient budget, in tokens per rank. In this test, prefills of 16,385
+    tokens on 8 ranks need 2,049 tokens per rank.
 
     If the engine release does not check the budget, this package does.
     """

@@ -77,10 +77,12 @@ def test_the_order_stays_with_a_runner_that_overwrites_its_input(engine, checkpo
 
 @pytest.mark.usefixtures("require_package_deferral")
 def test_these_tests_detect_deferral_behind_a_runner_that_overwrites_its_input(engine, checkpoint, monkeypatch):
-    """Test of these tests: comparing logits detects shared experts that wrongly run after routed experts that
-    overwrite their input. The change does not notice the overwriting, so the logits must differ from the stock
-    engine's. Then the test replaces ``find_reason_to_run_first`` by a function that returns a reason. The shared
-    experts now run first, and the logits must be equal."""
+    """Test of these tests: if the shared experts read an overwritten input, the comparison of logits detects it.
+
+    The test makes the routed experts overwrite their input. The change does not know this, and still runs the shared
+    experts last, so the logits must differ from the stock engine's. Then the test makes ``find_reason_to_run_first``
+    return a reason. The shared experts now run first, and the logits must be equal.
+    """
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     path = checkpoint(layers=2, dense_layers=0)

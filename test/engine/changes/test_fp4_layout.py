@@ -145,13 +145,19 @@ CREATORS: dict[str, tuple[Any, int]] = {
     "a later write": (lambda: torch.zeros(4).fill_(2.5), 2),
     "a copy": (lambda: torch.full((4,), 2.5).clone(), 2),
 }
-"""Functions that create a parameter's values, each with the number of times that ``create_weights`` runs: 2 if the
-change cannot create the parameter itself, else 1."""
+"""Ways in which an engine release may create a parameter's values. Each item has two values:
+
+- Function that creates the values.
+- Number of times that the engine's ``create_weights`` must run. It runs once if the change can fill the parameter
+  itself: ``torch.zeros`` or ``torch.full`` created the values, and no later code wrote others. Otherwise it runs twice:
+  first on the ``meta`` device, then for real.
+"""
 
 
 @pytest.mark.parametrize(("create", "runs"), CREATORS.values(), ids=CREATORS)
 def test_a_release_may_create_other_values(create, runs):
-    """Parameters must have the values of ``create_weights``, even if a parameter's values are not all equal."""
+    """A parameter has the same values with the change as without it, in whichever way the engine's ``create_weights``
+    creates these values."""
     layer, calls = torch.nn.Module(), []
 
     def create_weights(method, layer):
@@ -324,8 +330,8 @@ READS_AFTER_LAYOUT = {
     "del layer.w13_weight": "reads w13_weight, w2_weight, w13_weight",
     "del layer.w2_weight": "reads w13_weight, w2_weight, w2_weight",
 }
-"""Statements of the engine's function. The test inserts a read of the deleted weight before the statement. The values
-are parts of the error message."""
+"""Statements of the engine's ``process_weights_after_loading`` that delete a loaded weight, each with a part of the
+error message that the test expects. Before the statement, the test inserts code that reads the weight."""
 
 
 @pytest.mark.parametrize("statement", READS_AFTER_LAYOUT)

@@ -181,11 +181,14 @@ def layer_with_runner(rank: int) -> Any:
 def set_limit(monkeypatch):
     """Function that sets the user's limit on the rows that the MoE kernel computes, in the layers of all ranks.
 
-    The function's argument ``attn_tp`` is the size of attention tensor parallelism, for this package's :class:`Policy`,
-    which then applies the limit. If it is ``None``, the engine applies the limit.
+    The function's argument ``attn_tp`` chooses the code that applies the limit:
 
-    Up to 0.5.12.post1 the engine reads the limit only when it constructs a layer, so the function also sets the layer's
-    attribute.
+    - ``None``: the engine applies the limit.
+    - A number: this package applies the limit, by the layer's :class:`Policy`. The number is the size of attention
+      tensor parallelism in this policy.
+
+    Up to 0.5.12.post1, the engine reads the limit only when it constructs a layer. The function therefore also sets the
+    layer's attribute that contains the limit.
     """
 
     def set_limit(layers: list[Any], limit: int, attn_tp: int | None = None, **policy: Any) -> None:
@@ -466,10 +469,15 @@ def test_with_epv2_a_small_limit_is_raised_and_nothing_is_cut(make_layers, kerne
 
 
 def test_no_row_is_lost_in_random_forwards(make_layers, kernel_calls, set_limit, monkeypatch):
-    """In random forward passes, the MoE kernel computes every received row.
+    """The MoE kernel computes every received row in random forward passes. If the user's limit does not permit this,
+    the forward pass raises an error.
 
-    The ranks are uneven or idle, and padded as in the engine. There are three layouts, and limits of up to twice the
-    receive buffer. The token counts of the other ranks are known or unknown.
+    These facts are random:
+
+    - The ranks have different numbers of tokens, some of them none, padded as in the engine.
+    - The size of attention tensor parallelism is 1, 2 or 4.
+    - The user's limit is at most twice the receive buffer, or there is no limit.
+    - The token counts of the other ranks are known or unknown.
     """
     seen: Counter[str] = Counter()
     layers, forwards = make_layers(), []

@@ -222,7 +222,8 @@ def test_fewer_bytes_are_alive_when_the_kernel_starts(engine, checkpoint, kernel
     hidden_tensor = len(prompt[0]) * 256 * 2
 
     def measure_live_bytes():
-        """Return the bytes of all tensors that exist when the kernel of the last of three MoE layers starts."""
+        """Run a forward pass. Return the bytes of its tensors that exist when the kernel of the third and last MoE
+        layer starts. The tensors of the model do not count."""
         model = engine.load(checkpoint())
         found = []
         before = forwards._tensor_bytes()

@@ -5,7 +5,7 @@ the output on a second CUDA stream. Without a GPU, :data:`ON_ONE_STREAM` lets it
 
 Before FlashInfer 0.6.14 the wrapper has buffers for a limited number of tokens. The stand-ins use these buffers as the
 real kernels do, so a test fails if a buffer is too small or shared at the wrong time, or if the output is not zeroed.
-Like the real kernels, the stand-ins do not write the rows of a tile after the last token.
+Like the real kernels, the stand-ins do not write the unused rows at the end of a tile.
 
 Sums are exact in float64, and a token's experts are added in the order of their numbers, as in
 :mod:`~sglang_moe_reference.flashinfer_kernels`. The stand-in for the second kernel rounds the sum once, to the output's

@@ -2,8 +2,9 @@
 
 - :func:`variables` returns the environment variables of a new process. Without a GPU, they include a stub CUDA driver.
 - :func:`install` runs in each engine process when it loads plugins. It replaces FlashInfer's kernels by plain PyTorch,
-  and disables the check for Blackwell. On the CPU it also selects attention code that runs on CPUs. The norm after an
-  addition then works in place, as on GPUs. A norm that is not in place would hide aliasing bugs.
+  and disables the check for Blackwell. On the CPU it also selects attention code that runs on CPUs. Besides, it makes
+  the fused addition and norm work in place, as on GPUs. Otherwise tests on the CPU would not find code that reads a
+  tensor after the norm has overwritten it.
 """
 
 from __future__ import annotations

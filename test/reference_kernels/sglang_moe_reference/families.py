@@ -35,8 +35,8 @@ class Tensor:
 
     :param name: name in the checkpoint. A linear layer's name lacks its ``.weight`` or ``.bias``.
     :param shape: for a linear layer [out_features, in_features].
-    :param expert: whether the tensor is a projection of one of the main model's routed experts, which quantization
-        makes NVFP4.
+    :param expert: whether the tensor is a projection of a routed expert in the main model. Quantization makes these
+        tensors NVFP4.
     """
 
     name: str
@@ -246,7 +246,8 @@ def _require(condition: bool, field: str, rule: str, value: object) -> None:
 
 
 OF_FAMILY: Any = None
-"""Default of each size in :class:`ModelSpec` that depends on the model family."""
+"""Placeholder for a default that depends on other fields of :class:`ModelSpec`, such as the model family.
+:class:`ModelSpec` replaces the placeholder by the default."""
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,13 @@ _TUNING = ("enable_pdl", "tune_max_num_tokens")
 def _at_the_signature_of(target: str, *, served: Iterable[str] = (), ignored: Iterable[str] = ()) -> Callable[..., Any]:
     """Give a stand-in the signature of ``target``, a function of the installed FlashInfer release.
 
-    The stand-in receives the arguments for which it has parameters, and those in ``served``. For any other argument it
-    raises an exception, unless the argument has FlashInfer's default value or is in ``ignored``.
+    The stand-in's own function receives the arguments that it has as named parameters.
+
+    :param served: names of further arguments that the function receives, by ``**kwargs``.
+    :param ignored: names of arguments that the function does not receive, whatever their value is. The arguments in
+        :data:`_TUNING` are ignored, too.
+    :raises NotImplementedError: a call has another argument, and its value is neither ``None`` nor FlashInfer's
+        default.
     """
 
     def stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +173,7 @@ def undo_block_scale_interleave(interleaved: torch.Tensor, rows: int, cols: int)
 
 @dataclass(frozen=True)
 class _Layer:
-    """Weights of a NVFP4 layer and the layer's input. The fields have the names of FlashInfer's arguments.
+    """Weights of an NVFP4 layer and the layer's input. The fields have the names of FlashInfer's arguments.
 
     :param hidden_states: uint8 [tokens, hidden // 2], NVFP4.
     :param hidden_states_scale: float8_e4m3fn [tokens, hidden // 16], linear layout.

@@ -336,7 +336,8 @@ def _blocks(expert: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
     ``_BLOCK_M`` slots. The number of blocks is the largest that any routing needs, so some blocks may be unused.
 
     :param expert: int64 [slots], the local expert of each slot, or ``experts`` if the slot's expert is on another rank.
-    :param experts: number of local experts. As an expert's number, it marks other ranks' slots and unused blocks.
+    :param experts: number of local experts. The experts are numbered from 0, so this number belongs to no expert. It
+        marks slots of other ranks' experts, and unused blocks.
     :returns: four int32 tensors:
 
         - the sorted slots, [slots]

@@ -32,7 +32,8 @@ PACKAGES = (
 
 
 def fork(path: bytes, command: Sequence[str], kept: Sequence[int]) -> int:
-    """Stand-in for ``spawnv_passfds``. It runs the command's code in a fork.
+    """Stand-in for ``multiprocessing.util.spawnv_passfds``, which starts the fork server as a new Python process. The
+    stand-in forks this process instead, and runs the code in the command's last argument.
 
     :param kept: file descriptors that stay open in the fork.
     :returns: the process id of the fork.

@@ -1,6 +1,8 @@
-"""Tests of the change deferred-shared-experts, which runs a layer's shared experts after its routed experts. The tests
-check in which layers the change acts, the stand-in for the shared experts' output, and which runners preserve their
-input.
+"""Tests of the change deferred-shared-experts, which runs a layer's shared experts after its routed experts.
+
+The tests check in which layers the change acts, and which runners preserve their input. They also check
+``DeferredSharedExperts``, a placeholder for the shared experts' output. The engine receives the placeholder first, and
+the shared experts run when the engine adds it to the routed experts' output.
 """
 
 from __future__ import annotations

@@ -83,10 +83,8 @@ def tensor_bytes(layer):
 
 
 def triton_bytes(layer, gemm, width):
-    """Return the bytes that the Triton runner has allocated at the activation, and during the second GEMM of a slice.
-
-    The slice has ``width`` columns.
-    """
+    """Return two numbers of bytes that the Triton runner has allocated in a layer: when the activation runs, and during
+    the second GEMM of a slice with ``width`` columns."""
     rows, inner, size, whole = layer.tokens * layer.top_k, layer.intermediate, layer.itemsize, width >= layer.hidden
     own = 0 if gemm.activation_in_dead_input else inner * size
     quantized = inner + 4 * inner / 128 if gemm.quantized else 0  # a float32 scale for each 128 values
@@ -96,8 +94,8 @@ def triton_bytes(layer, gemm, width):
 
 
 def triton_us(layer, gemm, slices):
-    """Return two times in microseconds: the extra time of ``slices`` slices with the Triton runner, and the time of the
-    layer.
+    """Return two times of a layer on the Triton runner, in microseconds: the extra time that it takes in ``slices``
+    slices, and its time without slices.
 
     The constants were fitted to measurements.
     """
@@ -125,7 +123,8 @@ def marlin_bytes(layer, gemm, width):
 
 
 def marlin_us(layer, gemm, slices):
-    """Return two times in microseconds: the extra time of ``slices`` slices with Marlin, and the time of the layer.
+    """Return two times of a layer on Marlin, in microseconds: the extra time that it takes in ``slices`` slices, and
+    its time without slices.
 
     The constants were fitted to measurements.
     """
@@ -341,8 +340,10 @@ def test_slices_cover_every_column_once_in_order(hidden, width):
 
 
 def test_no_measured_layer_costs_more_than_two_per_cent():
-    """No measured layer takes significantly more than 1.02 times the stock engine's time with column slices. The lower
-    end of the 95 % confidence interval is compared. The layers have several batch sizes, and default or tuned tiles.
+    """No measured layer takes significantly more time in column slices than 1.02 times the stock engine's time. So for
+    each layer, the lower end of the ratio's 95 % confidence interval must be at most 1.02.
+
+    The layers were measured with several batch sizes, and with default or tuned tiles.
     """
     cells = moe_tables.find_cells_of_chosen_width(output.load("moe-workspace/h200-slices")["figures"]["cells"])
     cut = {key: one for key, one in cells.items() if one is not None}
@@ -443,8 +444,12 @@ def run_narrow_slices():
 
 @pytest.mark.parametrize(("in_dead_input", "slices"), [(True, 1), (False, 2)])
 def test_the_activation_counts_as_in_the_dead_input_only_if_it_lies_there(in_dead_input, slices):
-    """The memory limit has just enough room for the uncut tensor with the experts' outputs. If the activation's output
-    takes additional memory, because it does not lie in the dead input, the tensor must be cut."""
+    """The expert outputs are cut into slices only if the activation's output takes memory of its own.
+
+    The memory limit is the size of the uncut expert outputs. If the activation's output lies in the dead input, it
+    needs no further memory, and the expert outputs stay in one piece. Otherwise both together exceed the limit, and the
+    expert outputs must be cut.
+    """
     deferred, rows = make_deferred(), TOKENS * TOP_K
     activations = deferred.gemm.activations
     call = deferred_tensor.FusedMoeCall(2 * INNER, 0, 1.0, False, False, rows * HIDDEN * 2)

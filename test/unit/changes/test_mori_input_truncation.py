@@ -340,8 +340,11 @@ def test_nothing_is_cut_with_internode_kernels(caplog):
 
 
 def test_no_forward_reads_the_device(monkeypatch):
-    """The test makes every tensor method fail that waits for the GPU. A forward pass must call none of them: the GPU
-    itself compares the number of received rows with the limit."""
+    """A forward pass never waits for the GPU. If the number of received rows must be compared with the user's limit,
+    the GPU itself compares the two numbers.
+
+    The test makes all tensor methods fail that would wait for the GPU, such as ``item``.
+    """
     whole = buffers()
     compared = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: compared.append(condition))
