@@ -11,9 +11,11 @@ Markdown would take the line for HTML. The names:
     status:CHANGE                   status of a change by release: "applied up to 0.5.12.post1, hardened from 0.5.13"
     changes                         table of the changes: summary, and status by release
     variables                       table of the environment variables that this package and its changes read
-    statuses                        table of statuses: a line for each change, a column for equal neighbouring releases
+    statuses                        table with a line for each change; neighbouring releases with the same statuses
+                                    share a column
     tested                          table of the releases, their PyTorch, and the number of passed tests
-    reasons                         why each change has its status, one line for equal neighbouring releases
+    reasons                         why each change has its status; neighbouring releases with the same reason share a
+                                    line
     offers                          table of the families that offer their dead input, and reasons of the others
     unsized                         servers that keep the engine's KV cache, and why
     whole                           table of the results of `make test-all`, by release

@@ -148,9 +148,9 @@ CREATORS: dict[str, tuple[Any, int]] = {
 """Ways in which an engine release may create a parameter's values. Each item has two values:
 
 - Function that creates the values.
-- Number of times that the engine's ``create_weights`` must run. It runs once if the change can fill the parameter
-  itself: ``torch.zeros`` or ``torch.full`` created the values, and no later code wrote others. Otherwise it runs twice:
-  first on the ``meta`` device, then for real.
+- Number of times that the engine's ``create_weights`` must run. The number is 1 if the values come from ``torch.zeros``
+  or ``torch.full``, and are not written or copied afterwards. The change can then fill the parameter itself. Otherwise
+  the number is 2: one run on the ``meta`` device, and one run on the real device.
 """
 
 

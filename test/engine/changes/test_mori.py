@@ -235,8 +235,8 @@ def random_inputs(padded: list[int], attn_tp: int, seed: int, *, skewed: bool = 
 
 
 class Exchange:
-    """The rows that all ranks send each other in one forward pass, and the combined results. A stand-in replaces MoRI's
-    network.
+    """Exchange of rows between all ranks in one forward pass: the rows that each rank sends and receives, and the
+    combined results. The rows travel over :class:`reference.Network`, a stand-in for MoRI's network.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Tests of ``common.allocator_trace``, which evaluates a server's memory after each forward pass. *Slack* is memory
-that the allocator reserved and no tensor used. The other tested value is the growth of the reserved memory."""
+"""Tests of two values that ``common.allocator_trace`` computes from a server's memory after each forward pass. The
+first value is the *slack*: memory that the allocator reserved and no tensor used. The second value is the growth of the
+reserved memory."""
 
 from __future__ import annotations
 

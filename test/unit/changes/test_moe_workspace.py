@@ -190,9 +190,10 @@ def test_default_marlin_slices_keep_the_limits_with_the_time_of_their_copies(lay
 
 def check_memory_limit(layer, gemm, width, step, limit, predict_bytes):
     """Check that slices of ``width`` columns keep the runner's memory within ``limit`` bytes, and that fewer slices
-    would not.
+    need more memory than the limit.
 
-    - Slices do not lower the memory that is allocated when the activation runs. A lower limit is raised to it.
+    - Some memory is allocated when the activation runs, and slices do not reduce it. If ``limit`` is smaller than this
+      memory, this memory is the limit.
     - If even the narrowest slices need more than the limit, ``width`` must be the narrowest width.
     """
     around, during = predict_bytes(layer, gemm, width)

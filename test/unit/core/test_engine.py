@@ -66,9 +66,9 @@ def test_wrappers_decide_whether_a_function_is_the_engines_own(module, wrappers,
     an exception for a wrapper of another package.
 
     :param wrappers: modules whose wrappers surround the engine's function, from the innermost to the outermost.
-    :param own: the expected result. A number says how many wrappers, counted from the innermost, are still around the
-        function that ``require_unpatched`` returns. A text says that ``require_unpatched`` raises an exception. The
-        text is the beginning of the wrapper's name in the message.
+    :param own: the expected result. A number N: ``require_unpatched`` returns the engine's function with its N
+        innermost wrappers. A text: ``require_unpatched`` raises an exception. In its message, this text follows the
+        words "is wrapped or replaced by".
     """
     functions = [module.run]
     for name in wrappers:

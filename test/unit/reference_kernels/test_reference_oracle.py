@@ -49,8 +49,8 @@ class PlainLayer(Layer):
 
 
 def checkpoint(layer: Layer, tokens: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the arguments of FlashInfer's references: the batch, the weights and scales as in a checkpoint, and no
-    biases."""
+    """Return arguments for FlashInfer's reference functions: the batch, the layer's weights and scales as a checkpoint
+    stores them, and ``None`` for the biases."""
     names = ("gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale")
     stored = dict(zip(names, layer.stored, strict=True))
     return {**tokens, **stored, "gemm1_bias": None, "gemm2_bias": None}

@@ -375,8 +375,9 @@ def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], ro
     If each further slice costs 40 us, for example, a budget of 100 us allows three slices. The result is
     at most ``1 + rows``, so it is finite even if the budget is infinite.
 
-    :param slice_us: cost of each slice after the first in microseconds, as a pair: a constant, and an amount for each
-        row.
+    :param slice_us: pair ``(constant, per_row)``. Each slice after the first costs ``constant + rows * per_row``
+        microseconds.
+    :param rows: rows of the layer's expert outputs.
     """
     return max(1, 1 + int(min(budget_us / _compute_slice_cost_us(slice_us, rows), rows)))
 
@@ -384,10 +385,11 @@ def _count_affordable_slices(budget_us: float, slice_us: tuple[float, float], ro
 def _compute_slice_cost_us(slice_us: tuple[float, float], rows: int) -> float:
     """Return the time in microseconds that each slice after the first costs.
 
-    :param slice_us: the cost as two numbers: a constant, and an amount for each row.
+    :param slice_us: pair ``(constant, per_row)``.
+    :param rows: rows of the layer's expert outputs.
     """
-    constant, for_each_row = slice_us
-    return constant + rows * for_each_row
+    constant, per_row = slice_us
+    return constant + rows * per_row
 
 
 def _find_fewest_slices_width(memory: RunnerMemory, max_bytes: int, hidden: int, step: int) -> int:
@@ -422,9 +424,10 @@ def compute_min_tensor_bytes(max_bytes: int | None) -> int:
     Each forward pass first compares the size of its expert outputs with this size, because the comparison is cheap.
 
     :param max_bytes: the user's limit for the runner's memory, or ``None``. With a limit, the result is a quarter of
-        the limit, such as 100 MB for a limit of 400 MB. For smaller expert outputs there are two cases. Either the
-        layer stays within the limit without slices, or the activation needs the most memory, and slices would not
-        help.
+        the limit, such as 100 MB for a limit of 400 MB. Slices only reduce the memory of the second GEMM. So they help
+        only if the second GEMM needs more memory than the activation function before it. The second GEMM then needs
+        less than four times the bytes of the expert outputs. If these are smaller than a quarter of the limit, the
+        layer stays within the limit without slices.
     """
     # Let T be the bytes of the expert outputs, and A the bytes of the activation's output.
     # - The activation needs at least 2 A. Slices do not change this.

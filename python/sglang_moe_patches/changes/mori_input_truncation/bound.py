@@ -89,9 +89,9 @@ def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: L
     - ``senders`` is 1 if the engine has scattered the rows over the attention-TP ranks (``ScatterMode.SCATTERED``).
       This rank has then sent ``1 / attn_tp`` of its data-parallel rank's rows. All ranks run the same model, so the
       other ranks have scattered their rows, too.
-    - Otherwise ``senders`` is ``attn_tp * attn_cp``. Two situations belong to this case, because they do not show
-      whether rows are scattered: an idle rank, which has sent 0 of 0 rows, and context parallelism, which may split
-      rows unevenly or only in prefill.
+    - Otherwise ``senders`` is ``attn_tp * attn_cp``. This includes two situations in which this rank cannot see whether
+      rows are scattered. An idle rank has sent 0 of 0 rows. With context parallelism, the engine may split rows
+      unevenly, or only in prefill.
 
     An example: two data-parallel ranks have 8 rows each, and ``attn_tp`` is 2. If this rank has sent 4 rows, the bound
     is 16 rows. If this rank has sent 8 rows, the bound is 32 rows.

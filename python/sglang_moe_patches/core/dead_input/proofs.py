@@ -127,10 +127,11 @@ def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str 
 
 
 def _find_second_alias(statement: ast.stmt | None) -> str | None:
-    """Return the name to which a statement assigns the layer's input, or ``None`` if it does not assign the input.
+    """Return a second name for the layer's input: the name to which a statement assigns ``hidden_states``.
 
-    In some releases the input is a handle. The statement may then assign the handle's tensor (:data:`TENSOR_OF_HANDLE`)
-    instead of the handle.
+    In some releases ``hidden_states`` is no tensor, but a handle for a sum that is not computed yet. A statement that
+    assigns the handle's tensor (:data:`TENSOR_OF_HANDLE`) then counts, too. The result is ``None`` for any other
+    statement.
     """
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=value):

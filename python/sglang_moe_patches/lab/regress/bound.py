@@ -104,8 +104,8 @@ def questions_for(drop: float, alpha: float, *, losses: float = CHURN / 2, gains
     """Return the number of questions with which a run shows, with the probability ``POWER``, that the accuracy drops by
     less than ``drop``. The number comes from Nam's formula.
 
-    :param losses: true share of losses.
-    :param gains: true share of gains.
+    :param losses: true share of losses (questions that only the stock server answers correctly).
+    :param gains: true share of gains (questions that only the patched server answers correctly).
     :returns: ``None`` if no number suffices, because the true drop is at least ``drop``.
     """
     from scipy.stats import norm
@@ -121,8 +121,8 @@ def questions_for(drop: float, alpha: float, *, losses: float = CHURN / 2, gains
 def pass_probability(questions: int, drop: float, alpha: float, losses: float, gains: float) -> float:
     """Return the probability that a run shows that the accuracy drops by less than ``drop``.
 
-    :param losses: true share of losses.
-    :param gains: true share of gains.
+    :param losses: true share of losses (questions that only the stock server answers correctly).
+    :param gains: true share of gains (questions that only the patched server answers correctly).
     """
     passing = _max_losses(questions, _critical_score(questions, drop, alpha), drop)
     return float(_table_probability(questions, passing, losses, gains)[0])

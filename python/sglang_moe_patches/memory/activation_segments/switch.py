@@ -283,6 +283,8 @@ def _end_capture(switch: Switch, original: Callable[..., Any], self: Any, *args:
 def _suspend_within(
     switch: Switch, original: Callable[..., AbstractContextManager[Any]], *args: Any, **kwargs: Any
 ) -> Iterator[Any]:
-    """Suspend the switch while a ``with`` block runs inside the context manager that ``original`` returns."""
+    """Context manager that suspends the switch, and enters the context manager that ``original`` returns. At the end of
+    the ``with`` block it leaves that context manager, and resumes the switch.
+    """
     with switch.suspension(), original(*args, **kwargs) as entered:
         yield entered

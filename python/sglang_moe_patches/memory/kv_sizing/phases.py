@@ -654,12 +654,13 @@ def derive_phases(limits: Limits) -> list[Phase]:
 
 
 def derive_second_pass(before: Limits, after: Limits, missed: Collection[PhaseKind] = ()) -> list[Phase]:
-    """Return the phases of another rehearsal: phases that are larger with the new KV cache size, and phases that have
-    not run.
+    """Return the phases of another rehearsal: phases that are larger with the new KV cache size, phases that have not
+    run, and phases that did not reach their sizes.
 
     :param before: limits with which the phases ran.
     :param after: limits with the new KV cache size.
-    :param missed: kinds of phases whose sizes no forward pass had. These phases run again, with the new limits.
+    :param missed: kinds of phases that did not reach their sizes: they ran, but no forward pass was as large as
+        intended. These phases run again, with the new limits.
     """
 
     def sizes(phase: Phase) -> tuple[int, ...]:
@@ -806,9 +807,10 @@ def _part_lengths(longest: int, chunk: int, limits: Limits) -> list[int]:
 def _prompts_behind_prefix(before: int, chunk: int, limits: Limits) -> list[Prompt]:
     """Return the prompts of the phase with a chunk after the longest prefix.
 
-    The last prompt consists of the prefix and the chunk. The earlier prompts compute the prefix part by part, so that
-    the radix cache has the prefix. Without a radix cache, or if the prefix is planted, there is a single earlier
-    prompt. Its time predicts the time of the last prompt.
+    The last prompt consists of the prefix and the chunk. With a radix cache, the earlier prompts compute the prefix
+    part by part, so that the cache has the prefix. Without a radix cache, or if the prefix is planted, there is a
+    single earlier prompt. This prompt is shorter than the last prompt (:data:`FIRST_PART_FRACTION`), and its time
+    predicts the time of the last prompt.
 
     :param before: number of tokens in the prefix.
     """

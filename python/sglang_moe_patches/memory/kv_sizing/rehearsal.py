@@ -85,7 +85,8 @@ class Measured:
     :param failure: reason why the need is not known; empty if the need is known.
     :param stopped: whether the rehearsal ended early because little memory was left.
     :param seconds: seconds of each phase that began, and of the whole rehearsal.
-    :param missed: kinds of the phases whose sizes no forward pass had, by the phases' names.
+    :param missed: phases that did not reach their sizes: no forward pass was as large as intended. The key is the
+        phase's name, and the value is its kind.
     :param fewer_requests: limit of concurrent requests for which there is memory; 0 for the server's own limit.
     :param restart_requests: limit of concurrent requests if the rehearsal starts over with fewer; 0 for no such limit.
     """
@@ -262,7 +263,9 @@ class Rehearsal:
             self.fail(format_error(error))
 
     def _watch_forwards(self) -> None:
-        """Read the memory after each forward pass, and let the driver record the forward pass."""
+        """Wrap the runner's ``forward``. After each forward pass, the wrapper reads the GPU memory, and the load
+        driver of this rank, if there is one, records the sizes of the batch.
+        """
         original = self.runner.forward
 
         def forward(batch: Any, *args: Any, **kwargs: Any) -> Any:

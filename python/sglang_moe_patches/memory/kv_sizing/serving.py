@@ -53,7 +53,8 @@ class Retire(Order):
 
 @dataclass(frozen=True)
 class EvictPrefixes(Order):
-    """Order to free slots of the tail (the slots after the smaller KV cache) that only cached prefixes use.
+    """Order to the ranks: free the slots of the tail that only cached prefixes use. The *tail* is the slots that the
+    shrinking KV cache gives up.
 
     An idle rank flushes its prefix cache. A busy rank evicts prefixes, the least recently used first, until it has
     evicted as many tokens as the tail has slots in use.

@@ -631,11 +631,12 @@ class StartRunner:
             )
 
     def _poll(self, step: Exchange, deadline: float) -> list[Any]:
-        """Return the broadcasts that rank 0's scheduler reads instead of users' requests while rank 0 waits for the
-        values of the other ranks.
+        """Return the messages that rank 0's scheduler reads in one turn, in place of users' requests. Rank 0 waits for
+        the values of all ranks.
 
         The list is empty while a rank has not published its value. Once all ranks have published, or after the
-        deadline, the list has one broadcast with the values of all ranks. Every rank then resumes its start.
+        deadline, the list has one message, and the scheduler sends it to all ranks. The message has the values of all
+        ranks. Every rank that receives it resumes its start.
 
         :param deadline: time after which rank 0 no longer waits, by ``time.monotonic``.
         """
