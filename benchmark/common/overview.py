@@ -103,7 +103,10 @@ def table(load: Load) -> str:
     """Make the README's table: KV cache size and throughput of some servers, stock and patched."""
     results = first_starts(load)
     rows = [(readme_label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
-    note = f"{BOLD} *An H100's free memory*: another process leaves {H100_FREE_MIB:,} MiB of the H200 free."
+    note = (
+        f"{BOLD} *An H100's free memory*: another process leaves {H100_FREE_MIB:,} MiB free. *One rank of TP=4*: one "
+        "GPU runs its share of `--tp 4`."
+    )
     return f"\n{output.table((f'server, {README_GPU}', *FIGURES), rows, left=4)}\n{note}\n"
 
 
@@ -118,8 +121,8 @@ def make_readme_settings(load: Load) -> str:
         return ""
     paragraph = (
         f"Each server ran once, with SGLang {list_conditions(first_starts(load), 'engine')}, random weights and Triton "
-        "attention (not FA3, SGLang's default on Hopper). 200 requests (gpt-oss: 100) were sent at once. *One rank of "
-        "TP=4* means that one GPU ran its share of `--tp 4`. The two servers with an H100's free memory have "
+        "attention (not FA3, SGLang's default on Hopper). 200 requests (gpt-oss: 100) were sent at once. The two "
+        "servers with an H100's free memory have "
         f"`--mem-fraction-static {H100_FRACTION}`, SGLang's own value on an H100. Because they have this argument, "
         "they run with `SGLANG_MOE_PATCHES_KV_SIZING=always`. [More settings](docs/benchmarks/README.md#settings)."
     )

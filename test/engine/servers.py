@@ -184,8 +184,8 @@ COUNTS_BY_EFFECT = {
     COLUMNS: moe_workspace.COLUMNS,
     SHARED_BUFFERS: cutedsl_sizing.CHANGE.counts[0],
 }
-"""Counters (:class:`Count`) by effect. The key is the text with which doctor's report describes an effect of a change.
-The value counts this effect in a running server."""
+"""Counters (:class:`sglang_moe_patches.core.patch.Count`) by effect. The key is the text with which doctor's report
+describes an effect of a change. The value counts this effect in a running server."""
 NEED_CUDA = ("activation-segments", "moe-workspace")
 """Names of changes that apply only on a GPU."""
 

@@ -67,7 +67,7 @@ def variants(engine: Any) -> dict[str, Any]:
     def without_output_context() -> Any:
         with patched(), pytest.MonkeyPatch.context() as undone:
             undone.setattr(runners.SymmetricMemory, "output_context", lambda self: nullcontext())
-            undone.setattr(runners.SymmetricMemory, "is_on", property(lambda self: False))
+            undone.setattr(runners.SymmetricMemory, "is_enabled", property(lambda self: False))
             yield
 
     return {"stock": nullcontext(), "patched": patched(), "without output_context": without_output_context()}

@@ -236,7 +236,7 @@ def random_inputs(padded: list[int], attn_tp: int, seed: int, *, skewed: bool = 
 
 class Exchange:
     """Exchange of rows between all ranks in one forward pass: the rows that each rank sends and receives, and the
-    combined results. The rows travel over :class:`reference.Network`, a stand-in for MoRI's network.
+    combined results. The rows travel over ``reference.Network``, a stand-in for MoRI's network.
     """
 
     def __init__(

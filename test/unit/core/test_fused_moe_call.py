@@ -37,7 +37,7 @@ IN_PLACE = make_route("in place", lambda how: how["inplace"])
 HOOKED = make_route("hooked", lambda how: how.get("hooks"))
 FIRST = {IN_PLACE: True, HOOKED: False}
 """The two routes of the tests. A route is a change's function that decides whether to replace a call of the fused-MoE
-function. Each route maps to the value of ``first`` with which a test adds the route (:func:`add_route`). The wrapper
+function. Each route maps to the value of ``first`` with which a test adds the route (``add_route``). The wrapper
 asks a route with ``first=True`` before the routes that were added earlier."""
 
 
