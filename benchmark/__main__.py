@@ -13,7 +13,7 @@ FOLDERS = ("changes", "memory", "whole", "tiny_moe")
 def main() -> int:
     """Run the benchmark that the command line names.
 
-    The benchmark is imported as a module, so that it and the processes that it starts can import ``common``.
+    The benchmark is imported as a module, so that the benchmark and its child processes can import ``common``.
     """
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
     names = {f"{path.parent.name}/{path.stem}": path for path in paths if "\ndef main(" in path.read_text()}

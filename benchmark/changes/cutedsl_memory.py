@@ -5,13 +5,13 @@ PyTorch's meta device, and their bytes are added up. The stock engine's sizes co
 ``ensure_cutedsl_wrapper`` with the server arguments that it reads.
 
 stock         Each MoE layer has its own buffers, as the installed engine sizes them. Before 0.5.13, the buffers have
-              rows for the larger of cuda_graph_max_bs and chunked_prefill_size. Data-parallel attention first divides
-              chunked_prefill_size by the number of ranks. Buffers are "too small" if a forward pass of --tokens
-              tokens on each data-parallel rank would end the server.
+              rows for the larger of cuda_graph_max_bs and chunked_prefill_size. With data-parallel attention,
+              chunked_prefill_size is first divided by the number of data-parallel ranks. The table calls the buffers
+              "too small" if a forward pass of --tokens tokens on each data-parallel rank would end the server.
 upstream      Each MoE layer has its own buffers, sized for --tokens tokens times the data-parallel size, as from
               0.5.13 on.
-ours          All layers of the process share buffers for the same number of tokens, without an output buffer. The
-              output goes into the buffer that the decoder layer offers, or into a new tensor of the layer.
+ours          All layers of the process share one set of buffers, for as many tokens as in "upstream". The set has no
+              output buffer: the output goes into the dead input that the decoder layer offers, or into a new tensor.
 
 Run it with `sglang-moe-reference exec -- python benchmark changes/cutedsl_memory`. Without a CUDA driver, this makes
 the import of the engine's modules possible.

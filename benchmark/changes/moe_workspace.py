@@ -10,8 +10,9 @@ The benchmark runs the engine's own layer with random weights at one rank's size
 Each measurement compares stock, stock again (any difference between the two is noise) and column slices. They run in
 turn, and CUDA events measure the times. Each call starts on an idle GPU, so the host's time to launch slices counts.
 *Queued* calls follow other calls, as in a forward pass of many layers. The peak is the memory that one call allocates.
-It includes Marlin's output, unless the output is *offered*. An interval is the 95 % confidence interval of the median
-of all rounds' ratios.
+It includes Marlin's output, unless the output is *offered*: the runner then writes into an existing tensor, as into a
+layer's dead input. The ratio of a round is the time with slices, divided by stock's time. An interval is the 95 %
+confidence interval of the median of these ratios.
 
 With the Triton runner, answers are compared bit by bit. With Marlin, the outputs of some tokens are also compared with
 float32. *Permuted ahead* is the time that slices would take if the model's loading had already permuted the weights. On
@@ -112,7 +113,8 @@ def measure_batch(
 ) -> Iterator[dict[str, Any]]:
     """Measure one batch stock and with each variant: peak memory, answers and time.
 
-    If two variants have the same slices, copies and output, only the first one is timed.
+    Two variants may lead to the same computation: they have the same slices, both or neither copy columns, and both or
+    neither write into an offered output. Only the first of such variants is timed.
 
     :returns: figures of each timed variant.
     """

@@ -30,7 +30,7 @@ BATCHES = (1, 8, 32, 128, 512, 2048, 4096)
 BUFFER_PER_RANK = 4096
 """Rows that MoRI's receive buffer has by default for each sending rank."""
 LIMIT_BATCH = 128
-"""Tokens on each rank in the largest decode batch that loses no rows in the mode ``limit``."""
+"""Tokens on each rank for which the mode ``limit`` is set. Batches of up to this many tokens per rank lose no rows."""
 TOP_K, EXPERTS = MODELS["deepseek-v3"].top_k, MODELS["deepseek-v3"].experts
 ROUTINGS = ("balanced", "skewed")
 MODES = ("stock", "limit", "bound")

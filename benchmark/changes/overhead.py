@@ -5,8 +5,8 @@
 
 The benchmark runs one decoder layer in eager mode, stock and patched in turn. The layer calls only the engine's own MoE
 runner function, with the arguments of a real decode step. Attention does nothing, and kernels return at once, because
-only the time of the host is measured. With `--runner triton` the three changes for the Triton runner are on. Without a
-GPU, plain PyTorch replaces the runner's CUDA functions.
+only the time of the host is measured. With `--runner triton`, output-buffer, deferred-shared-experts and moe-workspace
+are on. Without a GPU, plain PyTorch replaces the runner's CUDA functions.
 """
 
 from __future__ import annotations

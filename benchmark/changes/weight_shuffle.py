@@ -44,7 +44,7 @@ class Case:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Size arguments of the preparation functions."""
+        """Hidden size, intermediate size and number of experts: arguments of the preparation functions."""
         return self.hidden, self.intermediate, self.experts
 
     @property
@@ -106,7 +106,7 @@ class Engine:
 def moe_layer(tensors: tuple[torch.Tensor, ...]) -> torch.nn.Module:
     """Make a module with the attributes of ``FusedMoE`` that the loading step reads and writes.
 
-    :param tensors: weights and block scales of w13, then of w2, in the order of ``names`` below.
+    :param tensors: weights of w13, weights of w2, block scales of w13, block scales of w2.
     """
     layer = torch.nn.Module()
     names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")

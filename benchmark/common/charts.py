@@ -19,8 +19,8 @@ BAR_HEIGHT, BAR_GAP, LABEL_HEIGHT, GROUP_GAP, LINE_HEIGHT = 15, 3, 24, 10, 18
 VALUE_WIDTH = 225
 """Space for a text to the right of the longest bar, in pixels."""
 CHARACTER_WIDTH, TITLE_CHARACTER_WIDTH, NOTE_CHARACTER_WIDTH = 7.7, 10.2, 6.8
-"""Average width of a character in pixels, in the widest of the usual fonts: in labels, titles and notes. The widths of
-texts are computed with these values, because the font of a reader's browser is not known.
+"""Average width of a character in pixels, for three kinds of text: labels, titles and notes. The widths of texts are
+computed with these values. They belong to the widest usual font, because the font of a reader's browser is not known.
 """
 COLOURS = {  # by series: light theme, dark theme
     "bar0": ("#9aa4b0", "#656f7a"),
@@ -141,7 +141,8 @@ def scatter_chart(title: str, axes: tuple[str, str], points: Sequence[Point], st
 
     :param axes: names of the x-axis and of the y-axis, with their unit.
     :param step: distance of two grid lines.
-    :param share: half the band's width, as a share of x.
+    :param share: largest deviation of the band from the diagonal, as a share. With 0.1, the band is from y = 0.9 x to
+        y = 1.1 x.
     :returns: text of an SVG file.
     :raises ValueError: a text is too wide for the drawing.
     """

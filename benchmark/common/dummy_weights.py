@@ -78,7 +78,8 @@ def redraw(name: str, parameter: Any) -> None:
 def draw_mxfp4(name: str, parameter: Any) -> None:
     """Draw a parameter of MXFP4 experts: packed weights [experts, out, in / 2] or scales [experts, out, in / 32].
 
-    All scales are the same power of two: with it, the weights' standard deviation is nearest to 1 / sqrt(in).
+    All scales are the same power of two. It is chosen so that the standard deviation of the weights is close to
+    1 / sqrt(in).
     """
     if name.endswith("_scale"):
         exponent = round(math.log2(1 / (FP4_DEVIATION * math.sqrt(32 * parameter.shape[-1]))))

@@ -4,8 +4,9 @@ The text without its numbers must be equal. The numbers are compared one by one:
 
 - A number with many decimals, such as a plot's coordinate, may differ by :data:`TOLERANCE`.
 - A rounded number must be equal, with one exception: a value may be rounded up on one machine and down on another. So
-  if two numbers differ by one in their last digit, the text is generated several times again, from inputs that are
-  *nudged*: changed by :data:`NUDGE`. If one of these texts has the other machine's number, the numbers count as equal.
+  if two numbers differ by one in their last digit, the text is generated again many times. Each time its inputs are
+  *nudged*: changed by :data:`NUDGE`. If one of the new texts has the other machine's number, the two numbers count as
+  equal.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ NUDGE = 1e-8
 arithmetic, and smaller than any change that a printed digit shows.
 """
 TRIES = 32
-"""Number of times that a text is generated from inputs that are changed up or down at random. A figure that is computed
-from two inputs, such as a ratio, may need one combination of "up" and "down". 32 tries miss this combination once in
-10^4 times.
+"""Number of times that a text is generated from inputs that are each changed up or down at random. A figure that is
+computed from two inputs, such as a ratio, may be rounded as on the other machine only if the first input goes up and
+the second input goes down. In one case of 10^4, none of 32 tries has this combination.
 """
 
 # A number includes its sign and thousands separators, because -0.0 and 0.0, or 999.9 and 1,000.0, can be roundings of
@@ -54,8 +55,8 @@ def is_same_text(before: str, now: str, remake: Callable[[], Iterator[str]] = la
 
     :param before: text that was generated on any machine.
     :param now: text that this machine generates.
-    :param remake: function that generates the text several times again, from inputs with slightly changed numbers. It
-        is called only if rounded numbers differ.
+    :param remake: function that yields new versions of the text, generated from inputs with slightly changed numbers
+        (:func:`nudges`). It is called only if rounded numbers differ.
     """
     (text, numbers), (text_now, numbers_now) = extract_numbers(before), extract_numbers(now)
     if text != text_now:

@@ -80,8 +80,8 @@ class InProcess:
 
     @staticmethod
     def _reads_arguments() -> bool:
-        """Return whether this release initializes its MoE settings from ``ServerArgs``. Other releases use the
-        published arguments.
+        """Return whether this release's ``initialize_moe_config`` has the server arguments as a parameter. In other
+        releases it reads them from the engine's global state (:meth:`_publish`).
         """
         from sglang.srt.layers.moe import initialize_moe_config
 

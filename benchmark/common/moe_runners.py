@@ -178,7 +178,8 @@ class Runner(ABC):
 
 
 def _sum_without_copies(expert_outputs: Any, output: Any, scale: float, copies: Any) -> None:
-    """Add up the outputs of the experts. Unlike moe-workspace's ``sum_and_copy``, copy no columns of weights."""
+    """Add up the outputs of the experts. This function replaces moe-workspace's ``sum_and_copy``, which also copies
+    columns of weights."""
     moe_sum.moe_sum(expert_outputs, output, scale)
 
 

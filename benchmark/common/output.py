@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         """Add an option whose value is a comma-separated list of ``known`` names.
 
         :param what: what the option lists, for its help text.
-        :param default: names without the option; ``None``: all names.
+        :param default: names that are selected if the command line does not have the option; ``None``: all names.
         """
         names = list(known if default is None else default)
         text = f"{what} (default: {'all' if default is None else ','.join(names)}): {', '.join(known)}"

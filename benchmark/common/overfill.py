@@ -49,19 +49,21 @@ END_TIMEOUT_S = 240.0
 MAX_NEW_TOKENS_UNABORTED = 256
 """Maximum new tokens of a request if requests may not be aborted. With more tokens, the load would not end in time."""
 MIN_FILLING_REQUESTS = 256
-"""Lowest number of requests that fill the KV cache, unless the server admits fewer. If their prompts would be longer
-than a prefill chunk, fewer requests with prompts of whole chunks may fill it.
+"""Lowest number of requests that fill the KV cache, unless the server admits fewer. A KV cache of 1,000,000 tokens then
+needs prompts of 3,828 tokens. If the prompts would be longer than a prefill chunk, they may become whole chunks. An
+eighth of this number of requests is then enough.
 """
 PROMPT_FRACTION = 0.98
-"""Fraction of the KV cache that the prompts of :func:`filling_requests` take. The new tokens of these requests need
-more than the rest of the KV cache.
+"""Largest fraction of the KV cache that the prompts of :func:`filling_requests` take. The new tokens of these requests
+need more than the rest of the KV cache.
 """
 MAX_DECODED_TOKENS = 1024
-"""Maximum new tokens of a random request, and about the maximum of a filling request with a prompt of whole chunks.
-One more prefill chunk in the prompt takes less time than more new tokens.
+"""Maximum new tokens of a random request. A filling request with a prompt of whole chunks needs at most about this many
+new tokens. Otherwise its prompt gets one more chunk, because a prefill chunk takes less time than the decode steps.
 """
 FILL_TIME_FRACTION = 0.75
-"""Fraction of the time of :func:`overfill` during which requests fill the KV cache. Random requests use the rest."""
+"""Largest fraction of the time of :func:`overfill` during which requests fill the KV cache. This part of the load ends
+earlier if the engine retracts a request. Random requests use the rest of the time."""
 PENALIZED_PROMPT_TOKENS, PENALIZED_NEW_TOKENS = 64, 64
 """Prompt tokens and new tokens of a request of :func:`send_penalized`. Both numbers are small, so that all requests
 decode in one batch."""
@@ -154,7 +156,8 @@ def ranks_of(info: Mapping[str, Any]) -> int:
 def _outcome(server: Server, load: _Load, drive: Callable[[Callable[[], str]], None]) -> dict[str, Any]:
     """Run a load and return its results; see :func:`overfill`.
 
-    :param drive: function that runs the load. Its argument is a function that returns the server's log since now.
+    :param drive: function that runs the load. Its argument is a function that returns the part of the server's log that
+        was written since the load began.
     """
     log_start = len(server.log_text())
 

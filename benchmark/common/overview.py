@@ -43,7 +43,8 @@ PHASES = {
     "other decode": re.compile(r"decode"),
     "other": re.compile(""),
 }
-"""Kinds of rehearsal phases, with patterns. The first pattern that matches the name of a phase decides its kind."""
+"""Kinds of rehearsal phases. Key: the kind. Value: a pattern for the names of its phases. If several patterns match a
+name, the first one decides."""
 
 
 class MixedCommits(ValueError):
@@ -100,7 +101,7 @@ def overflows(figures: Mapping[str, Any], stock: Server | None) -> bool:
 
 
 def table(load: Load) -> str:
-    """Make the README's table: KV cache size and throughput of some servers, stock and patched."""
+    """Make the README's table: KV cache size and throughput of the servers in ``CHART_ROWS``, stock and patched."""
     results = first_starts(load)
     rows = [(readme_label(name), *compare_servers(results[name])) for name in CHART_ROWS if name in results]
     note = (

@@ -29,8 +29,8 @@ EAGER = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
 """Server arguments that switch all CUDA graphs off."""
 SERVERS = ("stock", "patched")
 QUESTIONS = 8
-"""Number of prompts for which a server's answers are compared. They are sent one after the other. So a server repeats
-its answers, unless its kernels add numbers in a random order.
+"""Number of prompts for which the answers of servers are compared. The prompts are sent one after the other, so each
+batch has one request. A server then gives the same answers again, unless its kernels add numbers in a random order.
 """
 RUNNER_ARGUMENTS = {
     "flashinfer_trtllm_routed": ("--quantization", "modelopt_fp4", "--moe-runner-backend", "flashinfer_trtllm_routed"),

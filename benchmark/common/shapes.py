@@ -14,14 +14,18 @@ __all__ = ["MODELS", "NVFP4_MODELS", "TINY", "TINY_MODELS", "Layout", "Model", "
 
 
 def fuse(model: Model) -> Model:
-    """Return a copy of a model whose shared experts are routed experts that every token chooses."""
+    """Return a copy of the model with its shared experts turned into routed experts that every token chooses.
+
+    DeepSeek-V3 has 256 routed experts, one shared expert and a top-k of 8. Its copy has 257 routed experts, no shared
+    expert and a top-k of 9.
+    """
     experts, top_k = model.experts + model.shared_experts, model.top_k + model.shared_experts
     return replace(model, experts=experts, top_k=top_k, shared_experts=0)
 
 
 def fuse_like_engine(model: Model, runner: str, *, fusion: bool = True) -> Model:
-    """Return a model with the experts that the engine runs on a GPU. With the Triton runner, the engine runs the shared
-    experts of some models as routed experts (:func:`fuse`).
+    """Return the model as the engine runs it on a GPU. With the Triton runner, the engine runs the shared experts of
+    some models as routed experts (:func:`fuse`). Other models are returned unchanged.
 
     :param fusion: ``False`` with ``--disable-shared-experts-fusion``. The model is then unchanged.
     """
@@ -30,8 +34,8 @@ def fuse_like_engine(model: Model, runner: str, *, fusion: bool = True) -> Model
 
 
 def every_change(model: Model, columns: int | None = None) -> MemoryEffects:
-    """Return the changes that act in a patched server. The layers of the model must be of a kind that offers its dead
-    input to the MoE runner.
+    """Return the effects of all changes on the memory of a patched server's forward pass. The model's layers must be of
+    a kind that offers its dead input to the MoE runner.
 
     :param columns: columns of a slice in the Triton or Marlin runner; ``None``: the runner's tensor is not cut.
     """

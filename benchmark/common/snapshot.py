@@ -15,8 +15,8 @@ from common.client import Client
 
 ENGINE = "/sglang/srt/"
 OUTERMOST = ("/managers/scheduler.py", "/managers/tp_worker.py", "/model_executor/model_runner.py")
-"""Files whose functions are in the call stack of every allocation. Their names say nothing about an allocation, so
-another function of the engine is named.
+"""Files with functions that are in the call stack of every allocation. The names of these functions say nothing about
+an allocation, so :func:`function_of` skips them.
 """
 STOP_TIMEOUT_S = 300.0
 """Timeout in seconds for the engine to write the record."""
@@ -98,9 +98,10 @@ def _bytes_by_function(events: list[AllocatorEvent]) -> dict[str, int]:
 
 def function_of(frames: Iterable[Mapping[str, Any]]) -> str:
     """Return the name of the engine's innermost function in a call stack, as in ``sampler.py: forward, line 120``.
+    Functions in the files of ``OUTERMOST`` are skipped.
 
     :param frames: frames of the call stack, the innermost first.
-    :returns: the name; "elsewhere" if no function of the engine is in the stack.
+    :returns: the name; "elsewhere" if the stack has no other function of the engine.
     """
     for frame in frames:
         file = str(frame["filename"])

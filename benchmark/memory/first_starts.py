@@ -6,8 +6,8 @@
     python benchmark memory/first_starts --quick  # a tiny model, CPU: does it run?
 
 Every server is a first start with the engine's defaults and random weights. `benchmark/memory/serving.py` runs each
-row. Its result file also has the commit of this repository. To divide the rows among several GPUs, start this script
-several times with different `--rows`. If a row fails, the script continues with the next row.
+row. The result file of a row also has the commit of this repository. To divide the rows among several GPUs, start this
+script several times with different `--rows`. If a row fails, the script continues with the next row.
 """
 
 from __future__ import annotations

@@ -245,10 +245,13 @@ def _token_cells(figures: dict[str, Any]) -> list[str]:
 
 
 def _count_equal_answers(results: Sequence[output.Result], result: output.Result, name: str) -> list[str]:
-    """Compare a server's answers with those of the server ``stock-zeros``, bit by bit. Return how many answers are
-    equal, and how many answers have equal log-probabilities.
+    """Compare a server's answers with those of the server ``stock-zeros``, bit by bit.
 
-    A run without this server is compared with the first run of the same model, sizes and release that has it.
+    If the run has no server ``stock-zeros``, the answers of ``stock-zeros`` come from another run: the first of
+    ``results`` that has this server, and the same model, sizes and SGLang release.
+
+    :returns: how many answers are equal, and how many answers have equal log-probabilities: two texts, as in "8 of 8".
+        Both are "" if there is nothing to compare.
     """
     own = result["figures"]["servers"]
     alike = (other for other in results if _describe_model(other) == _describe_model(result))

@@ -21,8 +21,8 @@ and answer the same requests: first eight questions, one after the other, then a
 - `stock-again`, `grown-again`: a second start. It shows whether another start gives the same results.
 - `stock-zeros`: stock, but the memory after each layer's MXFP4 scales is zero. Kernels on Hopper read that memory.
 
-The last three kinds only answer the questions. With --mem-fraction-static after `--`, the KV cache grows all the same
-(SGLANG_MOE_PATCHES_KV_SIZING=always).
+Servers of the last three kinds (names of changes, `-again`, `stock-zeros`) only answer the questions. With
+--mem-fraction-static after `--`, the KV cache grows all the same (SGLANG_MOE_PATCHES_KV_SIZING=always).
 
 Each server has an empty home folder, and this package must leave no file there. Compiled kernels are kept in --work, so
 the first run with a --work folder has longer start times. The results are written to --json after each server. A later

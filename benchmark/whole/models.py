@@ -3,7 +3,8 @@
     python benchmark whole/models --json benchmark/results/models/0.5.23.json
 
 No server starts. The benchmark asks the engine as ``sglang-moe-patches doctor --model`` does. The models are those of
-``doctor``'s models.json. It has the fields of each model's public ``config.json`` that the engine or a formula reads.
+``doctor``'s models.json. This file has the fields of each model's public ``config.json`` that the engine or a formula
+reads.
 The result has only the engine's answers. The predictions are computed when the page is made.
 """
 

@@ -12,8 +12,9 @@ flashinfer_trtllm_routed has NVFP4 weights and runs on the reference kernels. tr
 has INT4 weights; both run on the engine's own kernels. The predictions come first, from the sizes alone (the package's
 lab/predict/forward.py).
 
-Both servers answer the same prompts twice, one at a time. If the patched server differs in a token or log-probability
-that the stock server repeats, there is no result. If the stock server repeats no answer, as with Marlin on Hopper, the
+Both servers answer the same prompts twice, one at a time. The stock server *repeats* an answer if both of its answers
+to a prompt have the same tokens and log-probabilities. If the patched server gives another answer to such a prompt, the
+script prints no figures, and the exit code is 1. If the stock server repeats no answer, as with Marlin on Hopper, the
 result says how far answers are apart. The first forward pass of --tokens tokens is not measured, because libraries
 allocate workspaces in it. The figures are those of one rank: bytes on top of the memory that was allocated before the
 forward pass. --workspace-mb stands for the memory of the vendor's NVFP4 kernel. --moe-workspace-mb is

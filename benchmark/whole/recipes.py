@@ -79,8 +79,13 @@ def summarize(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(answer: dict[str, Any]) -> str:
-    """Return the outcome of a recipe with kv-sizing: ``NO_CONFIG``, ``SIZED``, ``LEFT_ALONE``, ``DOES_NOT_START`` or
-    ``REASON``. For ``REASON``, :func:`reason` returns the text.
+    """Return what kv-sizing does on a recipe's server, as one of these constants:
+
+    - ``SIZED``: kv-sizing chooses the KV cache size.
+    - ``LEFT_ALONE``: the recipe has ``--mem-fraction-static``, so kv-sizing with ``auto`` does nothing.
+    - ``DOES_NOT_START``: the server does not start, because its weights leave no memory.
+    - ``NO_CONFIG``: ``doctor`` has no copy of the model's ``config.json``.
+    - ``REASON``: anything else. :func:`reason` returns the text.
     """
     if answer.get("refused") == NO_CONFIG:
         return NO_CONFIG
@@ -106,10 +111,11 @@ def counts(results: list[output.Result]) -> str:
 
 
 def first_answer(answers: tuple[dict[str, Any], ...]) -> tuple[int, dict[str, Any]]:
-    """Return ``doctor``'s report from the first release that does not refuse the recipe, with the release's index. If
-    all releases refuse the recipe, return the refusal of the first release.
+    """Return the answer of the first release that does not refuse the recipe. If all releases refuse the recipe, return
+    the refusal of the first release.
 
-    :param answers: answers about one recipe, one for each release.
+    :param answers: entries about one recipe, one for each release. The key ``found`` of an entry has the answer.
+    :returns: index of the release in ``answers``, and the answer.
     """
     found = ((at, each["found"]) for at, each in enumerate(answers) if "refused" not in each["found"])
     return next(found, (0, answers[0]["found"]))
@@ -170,9 +176,10 @@ def make_tables(results: list[output.Result]) -> str:
 
 
 def link_measurements() -> tuple[dict[Key, str], dict[Key, str]]:
-    """Make links to the pages with measurements: of whole forward passes, and of the runner alone.
+    """Make links to the pages with measurements.
 
-    :returns: two dictionaries. A key is the sizes of one rank's MoE layer, with the tokens of a prefill chunk.
+    :returns: links to measurements of whole forward passes, and links to measurements of the MoE runner alone. In both
+        dictionaries, a key has the sizes of one rank's MoE layer and the tokens of a prefill chunk.
     """
     wholes: dict[Key, str] = {}
     for forward in models.forwards():

@@ -9,15 +9,15 @@ has these steps:
 
 1. Clients send prompts of random lengths. Some clients close their connection, and some requests are aborted by their
    id. At the end of the round all requests are aborted.
-2. Fixed prompts are sent, one after the other, greedily and past the radix cache.
+2. Fixed prompts are sent one after the other. They are answered greedily and without the radix cache.
 3. After every second round the radix cache is flushed. After every fourth round, a request replaces the weights with
    those of the other checkpoint.
 
 The exit code is 1 if an error occurred, if two answers to a fixed prompt differ despite the same weights, or if the
 patched server's reserved memory grew clearly more than its tensors from the first to the second half of the time.
 (Tensors grow with every flush in both servers, because the engine makes a new free list of the KV cache, 8 bytes per
-token, and keeps the old one for a while.) It is also 1 if the run tested too little: for example, if no weight update
-took effect, or no change acted.
+token, and keeps the old one for a while.) The exit code is also 1 if the run tested too little: for example, if no
+weight update took effect, or no change acted.
 """
 
 from __future__ import annotations
@@ -157,8 +157,11 @@ class Record:
 
 
 def unexplained_growth(server: dict[str, Any]) -> int:
-    """Return by how many bytes the allocator's reserved memory grew more than the tensors, from the first to the second
-    half of the time. The maximum of each half is compared.
+    """Return the growth of the allocator's reserved memory that tensors do not explain, in bytes.
+
+    Growth is the maximum in the second half of the time, minus the maximum in the first half. If reserved memory grew
+    by 300 MB and the peak of the tensors by 100 MB, the result is 200 MB. If the peak of the tensors fell, it counts as
+    unchanged.
     """
     tensors = max(0, server["second_peak"] - server["first_peak"])
     return int(server["second_half"] - server["first_half"] - tensors)

@@ -10,8 +10,8 @@
 Three servers run at the same time on the same GPUs: stock, patched and stock again. They have a few layers of the model
 with the sizes of one rank, and random weights. They answer the same prompts in turn, and every other round runs
 backwards. The figures are those of a forward pass of --tokens tokens, of a decode step of one request, and of a decode
-step of --batch requests. With --mixed, the time from the first to the last answer of so many requests of many lengths
-is measured, too.
+step of --batch requests. With `--mixed N`, N prompts of many lengths are also sent at once, and the time until all of
+them are answered is measured.
 
 The second stock server shows the noise between two equal processes. The first two rounds of each server do not count,
 because libraries allocate their workspaces in them. The result says which answers differ in a token or a

@@ -30,13 +30,15 @@ LAB_FLOORS = (
 )
 """Floors within the subpackage ``lab``, from the bottom up, each with its modules and subpackages."""
 APART = {"changes": {"memory"}, "memory": {"changes"}}
-"""Subpackages that must not import each other, although they are on the same floor: for each subpackage, the others."""
+"""Subpackages that must not import each other, although they are on the same floor. Key: a subpackage. Value: the
+subpackages that it must not import."""
 
 Imports = Mapping[str, set[str]]
 
 
 def imports(package: Path) -> dict[str, set[str]]:
-    """Return, for each module of the package, the modules of the package that its code imports anywhere."""
+    """Return which modules of the package each of its modules imports, also inside functions. Key: the importing
+    module. Value: the imported modules. Imports from other packages are left out."""
     files = {}
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).with_suffix("").parts

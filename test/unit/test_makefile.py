@@ -15,7 +15,7 @@ UNKNOWN = "99.9"
 
 
 def run_make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Return the finished ``make``, run without the variables that an outer ``make`` exports."""
+    """Run ``make``, and return the finished process. It does not get the variables that an outer ``make`` exports."""
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ENGINE")}
     command = ["make", f"PYTHON={sys.executable}", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

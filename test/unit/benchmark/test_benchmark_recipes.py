@@ -11,7 +11,11 @@ REFUSED = {"refused": "no such flag"}
 
 
 def row(gpu: str, *answers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the results of one recipe for ``gpu``, with one answer for each engine release."""
+    """Return one recipe's entry in the result of each engine release.
+
+    :param gpu: GPU model of the recipe.
+    :param answers: ``doctor``'s answer on each release.
+    """
     return [{"recipe": {"gpu": gpu}, "found": answer} for answer in answers]
 
 

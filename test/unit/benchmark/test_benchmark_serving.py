@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 
 
 def options(monkeypatch, *arguments: str):
-    """Start the benchmark with these arguments, and return its parsed options. The benchmark ends if it has no GPU."""
+    """Let the benchmark parse these arguments, and return its options. Nothing is measured: the benchmark sees no GPU,
+    and exits with code 2."""
     parsed = []
     monkeypatch.setattr(sys, "argv", ["benchmark/memory/serving.py", *arguments])
     monkeypatch.setattr(serving.output, "parse", lambda parser: parsed.append(parser.parse_args()) or parsed[0])

@@ -25,7 +25,8 @@ OLDER_RESULTS = {f"serving/{name}": output.load(f"serving/{name}") for name in h
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """Function that stores a result for each of the given commits. It returns the function that loads a result."""
+    """Function that stores first starts. Its arguments are commits: the first row of the README's table gets a result
+    of the first commit, the second row a result of the second commit, and so on. It returns ``output.load``."""
     monkeypatch.setattr(output, "RESULTS", tmp_path)
 
     def write(*commits, names=NAMES, stock=STOCK, patched=PATCHED, **figures):

@@ -128,8 +128,8 @@ def test_the_repositorys_checkpoint_is_its_experts_quantized(shipped_weights):
 
 @pytest.mark.product
 def test_the_repositorys_input_scales_are_those_of_the_calibration(shipped_weights):
-    """A new calibration must give nearly the same scales. Exactly equal scales are not expected, because processors
-    round sums of products differently.
+    """A new calibration must give nearly the input scales of the repository's checkpoint. The scales need not be
+    exactly equal, because processors round sums of products differently.
     """
     quantized = export.quantize(train.SPEC, export.load_shipped_bf16(SHIPPED))
     for name in (name for name in shipped_weights if name.endswith(".input_scale")):

@@ -1,6 +1,8 @@
-"""Tests of references to tests. A mutation of ``make guards`` removes one guard from the code and names the test that
-must fail then. Each mutation must match one place in the code, and each test that a mutation or a page names must
-exist."""
+"""Tests of names of tests: each test that a page or a mutation of ``make guards`` names must exist.
+
+A mutation removes one guard from a file of the code, and names the test that must then fail. The file must contain the
+removed code exactly once.
+"""
 
 from __future__ import annotations
 

@@ -122,10 +122,12 @@ def unknown_paths(path: Path) -> list[str]:
 
 
 def unknown_members(path: Path) -> list[str]:
-    """Return the references to names in a file that the file does not define.
+    """Return the text's references ``file.py:NAME`` for which ``file.py`` defines no ``NAME``.
 
-    Such a reference has the form ``file.py:NAME``, *NAME in file.py* or *NAME (file.py)*. If it is a link, the link's
-    target is the file.
+    A text may also write such a reference as *NAME in file.py* or as *NAME (file.py)*. If the reference is a link, the
+    link's target is the file.
+
+    :param path: file with the text: a page or a module.
     """
     text = path.read_text()
     found = [match.groupdict() for form in (MEMBER, MEMBER_IN) for match in form.finditer(text)]

@@ -131,7 +131,8 @@ def test_both_tile_sizes_give_the_same_result(tile: int) -> None:
 
 
 def test_two_expert_parallel_ranks_compute_their_own_experts() -> None:
-    """Each of two ranks must compute only its own four of eight experts. The expert ids count over both ranks."""
+    """Each of two ranks must compute only its own four of eight experts. Rank 0 has the expert ids 0 to
+    3, and rank 1 has the expert ids 4 to 7."""
     tokens = Layer().tokens(12)
     ids, scales = routing(12, 8, 3)
     ids[4, 1] = -1  # padding: the slot has no expert

@@ -165,8 +165,10 @@ class Layer:
         return self.call_stand_in(tokens, **arguments)[0]
 
     def call_stand_in(self, tokens: dict[str, torch.Tensor], **arguments: Any) -> list[torch.Tensor]:
-        """Call a stand-in with keyword arguments, as the engine does. With the argument ``routing_logits``, this is the
-        stand-in of the kernel that chooses the experts. Otherwise the argument ``topk_ids`` names the experts.
+        """Call a stand-in with keyword arguments, as the engine does. One of two arguments selects the stand-in:
+
+        - ``routing_logits``: ``trtllm_fp4_block_scale_moe``. It chooses the experts of each token itself.
+        - ``topk_ids``: ``trtllm_fp4_block_scale_routed_moe``. The caller has chosen the experts of each token.
         """
         nothing = ("routing_bias", "routed_scaling_factor", "gemm1_bias", "gemm1_alpha", "gemm1_beta")
         named: dict[str, Any] = {
@@ -229,7 +231,8 @@ class TestRouted:
         assert_close(layer.call(tokens, topk_ids=pack(ids, weights)), layer.expect(tokens, ids, weights))
 
     def test_two_expert_parallel_ranks_compute_their_own_experts(self) -> None:
-        """Each of two ranks must compute only its own four of eight experts. The expert ids count over both ranks."""
+        """Each of two ranks must compute only its own four of eight experts. Rank 0 has the expert ids 0
+        to 3, and rank 1 has the expert ids 4 to 7."""
         tokens = Layer().tokens(12)
         ids, weights = routing(12, 8, 3)
         ids[4, 1] = -1  # padding: the slot has no expert
@@ -320,7 +323,10 @@ class TestLeftToBeFinalized:
     def finalized(self, rows: torch.Tensor, weights: torch.Tensor, row_of: torch.Tensor) -> np.ndarray:
         """Return the weighted sum over each token's experts, [tokens, hidden].
 
-        :param row_of: row of each token's expert in ``rows``, or -1 if the expert is on another rank.
+        :param rows: outputs of single experts, in any order.
+        :param weights: weight of each expert of each token, [tokens, top_k].
+        :param row_of: number of the row in ``rows`` for each expert of each token, [tokens * top_k]. It is -1 if the
+            expert is on another rank.
         """
         of_slots = rows.double()[row_of.long()].masked_fill((row_of < 0).unsqueeze(-1), 0)
         return (of_slots.view(*weights.shape, -1) * weights.double().unsqueeze(-1)).sum(1).numpy()

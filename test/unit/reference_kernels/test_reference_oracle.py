@@ -2,8 +2,10 @@
 
 The references read weights and block scales in a checkpoint's layout. The stand-ins read the same weights after the
 engine's own preparation. The tests therefore compare the layout, the order of the block scales, the order of gate and
-up, and the routing. The references do not quantize the activation's output and have no output scales. The tests
-therefore disable both in the stand-ins.
+up, and the routing.
+
+The references do not quantize the output of the activation function. They also do not multiply the result of each GEMM
+by a number per expert (*output scale*). The tests therefore disable both steps in the stand-ins.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ pytestmark = pytest.mark.every_release
 
 
 class PlainLayer(Layer):
-    """Layer that FlashInfer's references can compute. The references apply block scales, but no output scales. So the
-    output scales are 1 here, and the block scales are so small that the weights are about 1."""
+    """Layer that FlashInfer's references can compute. The references multiply by block scales, but not by output scales
+    (a number per expert). So all output scales of this layer are 1. Its block scales are so small that the largest
+    weights are about 1."""
 
     multiplier_of_tokens: ClassVar = 1.0
 
