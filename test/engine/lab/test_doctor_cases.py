@@ -150,13 +150,15 @@ def runs_out_in(*places: str) -> Callable[[Report], None]:
 
 
 def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report], None]:
-    """Return a function that checks the values of ``--mem-fraction-static`` that doctor advises. Doctor advises values
-    for the stock and for the patched server. Both servers must have the same limits.
+    """Return a function that checks the values of ``--mem-fraction-static`` that doctor advises: a smallest and a
+    largest value for the stock server, and the same for the patched server.
 
-    :param least: smallest advised value. It is just large enough for the weights.
-    :param lowest: lower limit of the largest advised value. This value leaves free the predicted memory of forward
-        passes and CUDA graphs, and the margin.
-    :param highest: upper limit of the largest advised value.
+    The smallest value is just large enough for the weights. The largest value leaves free the predicted memory of
+    forward passes and CUDA graphs, and the margin.
+
+    :param least: expected smallest value, for both servers.
+    :param lowest: the largest value of each server must be above this number.
+    :param highest: the largest value of each server must be below this number.
     """
 
     def check(report: Report) -> None:
@@ -246,8 +248,9 @@ def bytes_at_four_fifths(columns: int, whole: int, windows: int) -> float:
     """Return the KV cache bytes of one token on one rank, for a model with sliding windows.
 
     Each layer of the rank has one head of keys and one head of values, with two bytes for each element. A layer with a
-    sliding window has room for only four fifths of the tokens, so its bytes count with the factor 0.8. For example, 64
-    columns, 18 whole layers and 18 windows have 256 * (18 + 0.8 * 18) = 8,294.4 bytes.
+    sliding window has room for only four fifths of the tokens, so its bytes count with the factor 0.8. For example, a
+    layer with 64 columns has 2 * 64 * 2 = 256 bytes. A model with 18 whole layers and 18 windows then has
+    256 * (18 + 0.8 * 18) = 8,294.4 bytes.
 
     :param columns: number of elements of a head.
     :param whole: number of layers with full attention.

@@ -16,8 +16,9 @@ from sglang_moe_patches.lab.predict import config, engine_query, model_report
 
 QWEN, QWEN_LARGE = "Qwen/Qwen3-30B-A3B-FP8", "Qwen/Qwen3-235B-A22B-FP8"
 IN_BF16 = "QWEN in BF16"
-"""Stand-in, in ``SERVERS``, for the path of the model ``QWEN`` without quantization. The engine has files with tuned
-tile sizes for this model's MoE layer on an H200."""
+"""Name in ``SERVERS`` for the model ``QWEN`` without quantization. The fixture ``answers`` creates a folder with this
+model's ``config.json``, and replaces the name by the folder's path. The engine has a file with tuned tile sizes for the
+model's MoE layer on an H200."""
 CHUNK = "--chunked-prefill-size"
 DRAFT = "nvidia/gpt-oss-120b-Eagle3"
 STEPS = [f"--speculative-{each}" for each in ("num-steps=3", "eagle-topk=1", "num-draft-tokens=4")]
@@ -158,9 +159,9 @@ def test_a_missing_draft_model_does_not_prevent_the_report(answers):
 
 @pytest.mark.every_release
 def test_the_predicted_cost_of_slices_uses_the_tile_file_of_the_gpu(answers):
-    """The predicted time of column slices comes from the engine's file of tuned tile sizes for the GPU. By default,
-    moe-workspace does not cut the expert outputs of this model. The reason in the report names the setting that cuts
-    them, the saved memory, and the additional time."""
+    """``doctor`` must predict the time of column slices with the tile sizes in the engine's file for the GPU. By
+    default, moe-workspace computes this model without slices. The report must name the setting for slices, their saving
+    of memory, and their additional time."""
     found = answers["BF16"]
     assert found["patched"]["peak"] == found["stock"]["peak"] == pytest.approx(945e6, rel=0.01)
     row = next(change for change in found["changes"] if change["name"] == "moe-workspace")

@@ -40,25 +40,25 @@ class Memory:
     passes have this number of tokens, the smallest of their peaks counts. The peak of the first forward pass may be
     larger, because a library may then allocate a workspace that it keeps."""
     live_at_kernel_bytes: int | None = None
-    """Bytes that the forward pass with the most tokens had allocated when a MoE kernel started. Of the pass's MoE
-    kernels, the one with the most bytes counts. If several forward passes have this number of tokens, the pass with the
-    fewest bytes counts."""
+    """Bytes that a forward pass has allocated at the start of a MoE kernel; the maximum of all MoE kernels of the pass.
+    The figure is for the forward pass with the most tokens. If several forward passes have this number of tokens, the
+    figure is the minimum of their maxima."""
     tokens: int = 0
-    """Number of tokens of the forward pass with the most tokens. After the first observed MoE kernel, forward passes
-    without a MoE kernel do not count, because they replay a CUDA graph."""
+    """Number of tokens of the largest forward pass. A forward pass that replays a CUDA graph does not count. In such a
+    pass the observer sees no MoE kernel. So once a MoE kernel was observed, passes without one are left out."""
     forwards: int = 0
     moe_layers: int | None = None
     """Largest number of MoE kernels that ran in one forward pass."""
     output_buffers: int | None = None
-    """Largest number of different buffers into which the MoE kernels of one forward pass wrote their outputs. Only
-    forward passes whose output tensors are all known count; ``None`` if there was no such forward pass."""
+    """Largest number of different buffers into which the MoE kernels of one forward pass wrote their outputs. A forward
+    pass counts only if the output tensors of all its MoE kernels are known. ``None`` if no forward pass counts."""
     kernel_buffer_bytes: int | None = None
     """Bytes of the buffers that CuteDSL's wrapper objects keep between forward passes; ``None`` if they keep none."""
     cache_token_bytes: float | None = None
     """Bytes of one token in the KV cache of one rank; ``None`` if the model has KV caches of several kinds."""
     reserved_bytes: int | None = None
-    """Largest growth of the memory that PyTorch's allocator reserves, since the first forward pass began; ``None``
-    without CUDA."""
+    """Growth of the memory that PyTorch's allocator reserves: the largest reserved memory after a forward pass, minus
+    the reserved memory at the start of the first forward pass; ``None`` without CUDA."""
     slack_bytes: int | None = None
     """Part of ``reserved_bytes`` that tensors never used; ``None`` without CUDA."""
     gpu: str = ""
@@ -66,7 +66,9 @@ class Memory:
 
 
 class MoeInput(NamedTuple):
-    """Sizes of the input of a MoE layer's routed experts, [tokens, hidden]. Each token is routed to ``top_k`` experts.
+    """Sizes of a tensor [tokens, hidden]: the input of the routed experts of a MoE layer.
+
+    :param top_k: number of experts to which each token is routed.
 
     :param itemsize: bytes of one element.
     """

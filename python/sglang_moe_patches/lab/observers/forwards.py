@@ -186,8 +186,9 @@ class Observer:
 
 
 def _without_counts(acts: events.Acts) -> Any:
-    """Return the actions with their numbers of calls and their total amounts set to 0. So two results are equal if
-    the changes have only repeated their actions meanwhile."""
+    """Return the actions with their numbers of calls and their total amounts set to 0.
+
+    If the changes only repeat earlier actions in a forward pass, the results before and after this pass are equal."""
     return acts.layers, acts.largest, {act._replace(times=0, total=0) for act in acts.acts}
 
 

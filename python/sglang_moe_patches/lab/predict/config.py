@@ -237,7 +237,8 @@ def read_sizes(config: Mapping[str, Any], source: str) -> ModelSizes:
 
 
 def _describe_unknown_keys(text: Mapping[str, Any]) -> str:
-    """Return the end of an error message that lists the unknown keys about experts; empty if there are no such keys."""
+    """Return the end of an error message: a list of the keys in ``config.json`` that are about experts, but that doctor
+    does not know. Return an empty text if there are no such keys."""
     known = {*_EXPERTS, *_TOP_K, *_SIZES, *_SHARED, *_SHARED_SIZES, *_FIRST_LAYERS}
     sections = ("", text), *((f"{name}.", part) for name, part in text.items() if isinstance(part, Mapping))
     keys = [

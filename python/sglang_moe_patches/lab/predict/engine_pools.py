@@ -46,8 +46,8 @@ class Fit:
     :param unknown: reason why ``tokens`` is not known.
     :param token_bytes: bytes that the engine allocates for each token of the KV cache; ``None`` if not known.
     :param context: tokens of the longest request that the engine accepts.
-    :param begins_with: larger fraction with which kv-sizing makes its first KV cache, if ``fraction`` leaves too little
-        KV cache for a rehearsal; ``None`` if kv-sizing begins with ``fraction``.
+    :param begins_with: fraction for kv-sizing's first KV cache. It is larger than ``fraction``, and is set only
+        if ``fraction`` makes the KV cache too small for a rehearsal. ``None`` if kv-sizing begins with ``fraction``.
     :param images: bytes that the engine's rule for the KV cache size reserves for images.
     :param limited: whether ``--max-total-tokens`` bounds the KV cache.
     """
@@ -237,8 +237,8 @@ def _configurator(runner: Any) -> Any:
 
 
 def _set_free_memory(free: int, memory: int) -> None:
-    """Make PyTorch and psutil report ``free`` bytes of free memory. The engine asks psutil if the GPU is an integrated
-    one, else PyTorch."""
+    """Make PyTorch and psutil report ``free`` bytes of free memory. For an integrated GPU, the engine reads this number
+    from psutil. For any other GPU, it reads the number from PyTorch."""
     import psutil
     import torch
 

@@ -436,7 +436,8 @@ def drop_impossible_effects(decision: dict[str, Any], *, traced: bool, ranks: in
 
 
 def _prefills_in_graphs(resolved: Mapping[str, Any]) -> bool:
-    """Return whether prefills run in the prefill graphs, if the server captures such graphs.
+    """Return whether the engine would run prefills in prefill graphs. The function assumes that the server captures
+    such graphs, and does not check this.
 
     With a draft model, prefills run eagerly, because they also return hidden states for the draft model.
     """
@@ -447,9 +448,9 @@ def _copied_fp8_outputs() -> list[str]:
     """Return the kinds of FP8 quantization for which the engine copies the output of TRT-LLM's kernel into another
     tensor. The engine makes this copy if it passes no output tensor to the kernel.
 
-    The function counts the calls that copy in the engine's code. One call, as in 0.5.17, means that only outputs of
-    experts with one scale for each row ("rows") are copied. Two calls mean that outputs of FP8 in blocks are copied,
-    too.
+    The function searches the engine's code for calls that copy an output, and counts these calls. One call, as in
+    0.5.17, means that the engine copies only the outputs of experts with one scale for each row ("rows"). Two calls
+    mean that it also copies the outputs of experts in FP8 with one scale for each block.
     """
     name = "sglang.srt.layers.moe.moe_runner.flashinfer_trtllm"
     run = (
@@ -590,10 +591,11 @@ def _build_model(server_args: Any, resolved: Any, gpu: Gpu) -> tuple[Any, Any]:
 
 
 def _keep_attributes_of_fake_tensors() -> None:
-    """Make parameters that are fake tensors keep the attributes that the engine passes to their constructors, because
-    the engine's models read these attributes.
+    """Make parameters store the attributes that the engine passes to their constructors, also if the parameters are
+    fake tensors. The engine's models read these attributes.
 
-    For a fake tensor, PyTorch makes a parameter of the plain class, which does not store the attributes.
+    The engine has its own parameter classes, which store the attributes. If the data is a fake tensor, PyTorch makes a
+    parameter of its plain class instead, which does not store them.
     """
     from sglang.srt.layers.parameter import BasevLLMParameter
 
@@ -658,7 +660,8 @@ def _drafts_with_own_layer(resolved: Any) -> bool:
 def _count_weight_bytes(model: Any, stages: list[tuple[int, int]]) -> tuple[list[int], int]:
     """Return the weight bytes on one rank of each pipeline stage, and the weight bytes of a draft model with one layer.
 
-    ``model`` has only the first layers, and only the first pipeline stage with the embeddings. The rest is estimated:
+    ``model`` has only the first layers. All weights outside of its layers, such as the embeddings, count for the first
+    pipeline stage. The other weights are estimated:
 
     - Each layer that was not built is assumed to be as large as the average of the last built layers.
     - If there are several stages, the output head of the last stage is assumed to be as large as the embeddings.

@@ -188,8 +188,8 @@ def describe_kv_sizing(answer: Mapping[str, Any], *, does_start: bool = True) ->
     """Return kv-sizing's row of the report. The row has the decision that the server itself would make.
 
     :param answer: value of ``kv_sizing`` in the engine query's answer.
-    :param does_start: whether there is enough memory for the weights and for the KV cache with which a server with
-        kv-sizing starts. kv-sizing changes the size of this KV cache later.
+    :param does_start: whether a server with kv-sizing starts: whether its GPU has enough memory for the weights and for
+        the first KV cache. kv-sizing later changes the size of this KV cache.
     """
     given, mode, unknown = answer["given"], answer["mode"], answer["unknown"]
     row = {"name": "kv-sizing", "status": "applied", "acts": False, "does": "", "reason": ""}
@@ -365,8 +365,8 @@ def query_environment() -> dict[str, str]:
 
 
 def _replace_missing_draft(arguments: list[str], target: Mapping[str, Any], folder: Path) -> tuple[list[str], str]:
-    """Replace a draft model whose ``config.json`` is missing by a stand-in. The engine reads this file when it resolves
-    arguments.
+    """If the server's draft model has no ``config.json`` on this machine, create a stand-in for the draft model. The
+    engine needs a ``config.json`` of the draft model to resolve the server's arguments.
 
     The stand-in has one layer with the sizes of the target model.
 
@@ -466,12 +466,14 @@ def predict_rooms(
     acting: set[str],
     requests: int = 0,
 ) -> dict[str, Room]:
-    """Predict the memory of the stock server and of the patched server. The dictionary is empty if the engine's KV
-    cache size is not known.
+    """Predict the memory of the stock server and of the patched server.
 
     :param predictions: predicted memory of a prefill chunk, stock and patched; ``None`` if it is not known.
     :param acting: names of the changes that act.
-    :param requests: limit of concurrent requests if no argument sets it; 0 to use the limit that kv-sizing would set.
+    :param requests: limit of concurrent requests for a server without ``--max-running-requests``; 0 to use the limit
+        that kv-sizing would set.
+    :returns: dictionary with the keys "stock" and "patched". It is empty if the engine query returned no memory figures
+        (``fit``).
     """
     if not engine_answer.get("fit"):
         return {}

@@ -268,8 +268,8 @@ class Room:
         """Predict the number of tokens in the KV cache after kv-sizing has sized it; ``None`` if the number cannot be
         predicted.
 
-        :param error: relative error of the predicted need to assume. With 0.2, the true need is assumed to be larger by
-            20 %, so the KV cache has fewer tokens.
+        :param error: assumed relative error of the predicted need. For example, 0.2 means that the true need is 20 %
+            larger than predicted. The KV cache then has fewer tokens.
         """
         if self.need is None or not self.fit.loads:
             return None

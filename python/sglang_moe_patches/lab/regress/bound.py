@@ -47,9 +47,10 @@ GRID_RATES = 160
 """Number of true rates of gains for which the p-value is computed. The largest of these p-values counts. The rates lie
 between 0 and 1/2, and are denser near 0."""
 MIN_PROBABILITY = 1e-12
-"""Probability at or below which a number of gains is not examined. For example, 900 gains in 1,000 questions are this
-improbable if the true rate of gains is 0.02. All runs with such a number of gains count as runs with a sufficient
-score. The p-value may therefore be slightly too large, but never too small."""
+"""Threshold to skip improbable numbers of gains. If a number of gains has at most this probability, the scores of runs
+with this number are not computed. Instead, all these runs count as runs with a sufficient score. The p-value may
+therefore be slightly too large, but never too small. For example, 900 gains in 1,000 questions are skipped for a true
+rate of gains of 0.02."""
 TIE_TOLERANCE = 1e-9
 """Largest difference between two scores that count as equal."""
 

@@ -172,10 +172,11 @@ class Saving(NamedTuple):
 
 
 def _find_saving(comparison: Comparison) -> Saving | None:
-    """Return the activation memory of both servers at the peak of a forward pass. If the patched server saves less than
-    0.5 % of this memory, or if it was not measured, return the activation memory at the start of a MoE kernel instead.
+    """Return the activation memory of both servers at the first of two moments at which the patched server saves at
+    least 0.5 %. The moments are the peak of a forward pass, and then the start of a MoE kernel. A moment at which the
+    memory was not measured is skipped.
 
-    :returns: ``None`` if the patched server saves less than 0.5 % of both figures, or if neither was measured.
+    :returns: ``None`` if there is no such moment.
     """
     for moment, name in (
         ("at the peak of one forward pass", "peak_forward_bytes"),

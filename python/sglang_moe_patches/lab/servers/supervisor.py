@@ -155,8 +155,8 @@ def _with_temporary(environment: dict[str, str], folder: str | None) -> dict[str
     """Return a copy of the environment with ``folder`` as the folder for temporary files. PyTorch's cache of compiled
     kernels stays in its old folder.
 
-    With an empty cache, a server would time kernels and choose among them. The stock and the patched server could then
-    choose different kernels, which may round differently.
+    In the new folder the cache would be empty. A server with an empty cache times kernels, and chooses among them. The
+    stock and the patched server could then choose different kernels, which may round differently.
     """
     if folder is None:
         return environment

@@ -24,7 +24,8 @@ OURS = "sglang_moe_patches."
 
 @pytest.mark.parametrize("count", {count.name: count for change in CHANGES for count in change.counts}.values())
 def test_every_counted_function_of_this_package_exists(count: Count) -> None:
-    """``Tally`` silently skips a function that does not exist. A report would then say that the change did nothing."""
+    """A function of this package that a change declares to be counted must exist. ``Tally`` silently skips a missing
+    function, so a report would say that the change did nothing."""
     if count.module.startswith(OURS):
         assert counting.find_owner(count) is not None
 

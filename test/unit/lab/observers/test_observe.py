@@ -220,8 +220,9 @@ def test_a_runner_without_observed_kernels_counts_as_one_kernel_with_unknown_out
 
 
 def test_the_record_is_written_when_a_change_does_something_new(process, monkeypatch):
-    """The observer does not write the record after every forward pass, because a server may run a million forward
-    passes."""
+    """The test runs four forward passes, in which a change acts in 1, 1, 2 and 2 MoE layers. The observer must write
+    the record only after the first and the third pass. A server may run a million forward passes, so the observer must
+    not write after each of them."""
     process.forward(9)
     writes = []
     monkeypatch.setattr(forwards.events, "write", lambda process, path: writes.append(process.acted))
@@ -295,10 +296,11 @@ def test_an_engine_that_cannot_be_observed_starts(model_process, monkeypatch):
 
 @pytest.fixture
 def set_gpu_memory(process, monkeypatch):
-    """Replace the memory statistics of the GPU's allocator. Whenever a forward pass begins, 50 bytes are allocated.
+    """Make the GPU's allocator report invented memory statistics. At the start of each forward pass, it reports 50
+    allocated bytes.
 
-    :returns: a function with two arguments: the peak of the allocated bytes in each forward pass, and the bytes that
-        are reserved after each forward pass.
+    :returns: a function that sets the other statistics. Its two arguments are lists with one number for each forward
+        pass: the peak of the allocated bytes in the pass, and the reserved bytes after the pass.
     """
     peaks, reserved = [0], [100]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")

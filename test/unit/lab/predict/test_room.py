@@ -158,9 +158,9 @@ def test_an_error_without_a_message_is_described_by_its_place() -> None:
 
 @pytest.mark.parametrize("release", ["0.5.12.post1", "0.5.17"])
 def test_the_need_of_four_of_five_measured_servers_is_predicted(release: str) -> None:
-    """The *need* is the memory of forward passes and CUDA graphs. A prediction counts as right if its error is at most
-    ``room.NEED_ERROR``. The test compares all servers with a measured need in ``serving`` and ``first-starts`` of
-    ``benchmark/results``."""
+    """For at least four of five servers, the predicted need must differ from the measured need by at most
+    ``room.NEED_ERROR``. The *need* is the memory of forward passes and CUDA graphs. The servers are those with a
+    measured need in ``serving`` and ``first-starts`` of ``benchmark/results``."""
     result = output.load(f"room/{release}")
     measured = {(name, kind): server for name, kind, _, server in benchmark.measured_servers(release)}
     answers = {(answer["result"], answer["server"]): answer for answer in result["figures"]["servers"]}

@@ -57,8 +57,9 @@ def is_no_worse(n: int, losses: int, gains: int, drop: float = THREE) -> bool:
 
 @pytest.mark.parametrize(("n", "drop"), [(100, THREE), (282, THREE), (127, 0.05)])
 def test_a_worse_server_is_called_no_worse_with_a_probability_below_alpha(n, drop):
-    """The probability stays below alpha even if few answers differ. Two common methods would then exceed alpha: Tango's
-    interval, and 1.64 standard errors."""
+    """A server whose true drop equals the allowed drop must get the verdict *no worse* with a probability of at most
+    alpha. The test computes this probability for several rates of gains. With low rates, few answers differ, and two
+    common methods would exceed alpha: Tango's interval, and 1.64 standard errors."""
     passing, losses = [], 0
     for gains in range(26):  # more gains allow more losses
         while is_no_worse(n, losses, gains, drop):
