@@ -14,16 +14,19 @@ Skipped
     overlap. They also run first in Triton layers of a server with LoRA adapters, and on AMD.
 
 How
-    If a runner preserves its input with ``inplace`` off, the change switches ``inplace`` off. The Triton runner then
-    writes its output into the layer's dead input. From 0.5.12 on the engine itself runs the shared experts last if
+    If a runner's setting ``inplace`` is on, the runner may write its output over its input. Some runners preserve their
+    input if ``inplace`` is off. In layers with such a runner, the change switches ``inplace`` off. The Triton runner
+    then writes its output into the layer's dead input. From 0.5.12 on the engine itself runs the shared experts last if
     ``inplace`` is off.
 
-    In 0.5.11, ``_forward_shared_experts`` returns a stand-in during the layer's ``forward_normal``. The engine then
-    executes its own statement ``final_hidden_states += shared_output``. This statement runs the shared experts and adds
-    their output, at the usual place: after the routed experts and their scaling, before the all-reduce.
+    In 0.5.11 the engine cannot run the shared experts last. Therefore ``_forward_shared_experts`` returns a stand-in
+    instead of the output, while a layer's ``forward_normal`` runs. Later in ``forward_normal``, the engine executes its
+    own statement ``final_hidden_states += shared_output``. With the stand-in, this statement runs the shared experts
+    and adds their output. The statement comes after the routed experts and their scaling, and before the all-reduce.
 
-    In 0.5.11 ``inplace`` is off only during this call of ``forward_normal``. If it were always off, a forward pass that
-    defers nothing, such as a traced prefill graph, would allocate one more tensor for the output.
+    In 0.5.11 the change switches ``inplace`` off only while ``forward_normal`` runs with the stand-in. Other forward
+    passes, such as a traced prefill graph, run the shared experts first. If ``inplace`` were off there, too, they would
+    allocate one more tensor for the output.
 
 Upstream
     From 0.5.12 on the engine can run the shared experts last (sgl-project/sglang#25279). From 0.5.13 on it switches

@@ -1,8 +1,8 @@
 """cutedsl-sizing: CuteDSL buffers that fit every forward pass, allocated once instead of once per layer.
 
 Why
-    Each layer has a FlashInfer wrapper of its own. The engine guesses the size of the wrapper's buffers. A forward pass
-    with more tokens ends the server.
+    Each layer has a FlashInfer wrapper of its own. The engine guesses for how many tokens the wrapper's buffers need
+    room. If a forward pass has more tokens than fit into the buffers, the server ends.
 
 Hook points
     ``ensure_cutedsl_wrapper`` of the engine's CuteDSL runner, ``ModelOptNvFp4FusedMoEMethod.apply``,

@@ -63,8 +63,9 @@ def compute_max_forward_tokens(limits: ForwardLimits) -> int:
     - Dynamic chunking with pipeline stages: the engine first profiles the model with one request of up to
       ``int(1.25 * chunk)`` tokens (``SchedulerPPMixin.profile_and_init_predictor``). The chunks that the engine chooses
       later stay within ``max_prefill_tokens``.
-    - Decode batches: a batch may be larger than the largest captured batch, and then runs without a CUDA graph. The
-      dummy batch of the autotuner may have the same size.
+    - Decode batches: a batch may have all requests that can run at once. If these are more than fit into the largest
+      CUDA graph, the batch runs without a CUDA graph. The dummy batch for FlashInfer's autotuner also has as many
+      requests as can run at once.
     - Speculation: a draft step has ``topk`` tokens per request. A draft-extend step has ``num_steps + 1`` or more.
 
     The result is the maximum of the engine's number and of the numbers of these cases, rounded up to a multiple of

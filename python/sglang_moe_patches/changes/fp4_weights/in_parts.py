@@ -44,8 +44,8 @@ _ALIGNMENT = 512
 _HOPPER_SCALES = "HOPPER_SCALE"
 """Name of the layout of scales on Hopper in ``triton_kernels``."""
 _SCALE_BYTES_AT_ONCE = 128
-"""Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales. These bytes are the scales of a
-tile of 32 x 128 weights: one scale for every 32 weights of a row."""
+"""Number of bytes that ``triton_kernels`` reads at once from a row of swizzled scales. One byte is the scale of 32
+weights, so 128 bytes are the scales of a tile of 32 x 128 weights."""
 
 
 class Layout(NamedTuple):

@@ -147,7 +147,9 @@ def wrap_kernel(original: Callable[..., Any], b_q_weight: Any, *args: Any, **kwa
 
 
 def require_last_use(prepare: Any, helper: Any | None) -> None:
-    """Check that the engine does not read a layer's loaded weights after the first repack.
+    """Check that the engine does not read a layer's loaded weights again once it has begun to repack them.
+
+    Repacked experts overwrite the loaded weights, so a later read would return wrong values.
 
     :param prepare: one of the engine's functions that prepare a layer for Marlin.
     :param helper: the engine's function that repacks a layer's experts, or ``None`` if this function is defined inside

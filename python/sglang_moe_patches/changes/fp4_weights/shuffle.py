@@ -341,7 +341,8 @@ def interleave_tiles_triton(scales: torch.Tensor, index: torch.Tensor | None, nu
 def _allocate_scratch(matrices: torch.Tensor, at_least: int) -> torch.Tensor:
     """Return a uint8 scratch buffer as large as `matrices`, but of at most SCRATCH_BYTES.
 
-    :param at_least: bytes that one step needs. The buffer has this size even if it is above SCRATCH_BYTES.
+    :param at_least: smallest number of bytes with which the caller can work. The buffer has at least this size, even if
+        it is above SCRATCH_BYTES.
     """
     size = max(at_least, min(SCRATCH_BYTES, matrices.numel()))
     return torch.empty(size, dtype=torch.uint8, device=matrices.device)
@@ -398,11 +399,14 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def _upload(permutations: Sequence[RowPermutation], device: torch.device) -> Sequence[torch.Tensor | None]:
-    """Copy the row numbers (`kernel_index`) of each permutation to the device, and return the copies.
+    """Send the row numbers (`kernel_index`) of all permutations to the device, for the Triton kernels.
 
-    If the device runs no Triton kernels, return ``None`` for each permutation. One copy transfers the row numbers of
-    all permutations, at most some tens of KB. The CPU tensor may be freed when this function returns: its memory is
-    pageable, so CUDA has already read it, although the copy is asynchronous (``non_blocking``).
+    A single asynchronous transfer (``non_blocking``) sends all row numbers, at most some tens of KB. The CPU tensor may
+    nevertheless be freed when this function returns. Its memory is pageable, so CUDA reads it before the call that
+    starts the transfer returns.
+
+    :returns: one int32 tensor on the device for each permutation. If the device runs no Triton kernels, nothing is
+        sent, and the result has ``None`` for each permutation.
     """
     if not uses_triton(device):
         return [None] * len(permutations)
@@ -479,7 +483,8 @@ def _find_layout_error(gemm1_rows: int, hidden_size: int, intermediate_size: int
 def _view_expert_matrices(name: str, tensor: torch.Tensor, experts: int, rows: int, row_bytes: int) -> torch.Tensor:
     """Return a uint8 view ``[experts, rows, row_bytes]`` of `tensor`, on the same storage.
 
-    :raises NotInPlace: the tensor's dtype, shape or strides do not allow the view. The message names the rule.
+    :raises NotInPlace: the tensor's dtype, shape or strides do not allow the view. The message says which
+        dtype, shape or strides are required.
     """
     if tensor.dtype.itemsize != 1 or tensor.dtype == torch.bool:
         raise NotInPlace(f"{name}: must have a one-byte dtype such as uint8 or float8_e4m3fn, not {tensor.dtype}")
@@ -526,12 +531,13 @@ def prepare_static_weights_for_trtllm_fp4_moe(
     :param hidden_size: in elements, a multiple of 128.
     :param intermediate_size: in elements, on this rank, padding included; a multiple of 64, or of 128 without a gate.
     :param num_experts: experts on this rank, at least 1.
-    :param is_gated: whether w13 holds two matrices of intermediate_size rows, which are interleaved row by row.
+    :param is_gated: whether w13 contains two matrices of intermediate_size rows each, one after the other. The shuffle
+        interleaves their rows.
     :returns: gemm1 weights (uint8), gemm1 scales (float8_e4m3fn), gemm2 weights (uint8) and gemm2 scales
         (float8_e4m3fn). Each result has the three-dimensional shape of its parameter.
-    :raises ValueError: a size or device is not allowed. The message names the tensor and the rule. No tensor was
-        changed.
-    :raises NotInPlace: a dtype, shape or stride is not allowed, or the sizes have no layout in place.
+    :raises ValueError: a size or device is not allowed. The message explains why. No tensor was changed.
+    :raises NotInPlace: a dtype, shape or stride is not allowed, or tensors of these sizes cannot be shuffled in place.
+        No tensor was changed.
     """
     if num_experts < 1 or hidden_size < 1 or intermediate_size < 1:
         raise ValueError(

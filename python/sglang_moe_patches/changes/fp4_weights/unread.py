@@ -5,9 +5,9 @@ This module examines the source code of all functions that may read a scale, an 
 :class:`_Reader` follows the statements of the quantization method's ``apply``, and of every function to which ``apply``
 passes the layer. If the source of such a function cannot be followed, all scales count as read.
 
-At an ``if``, both branches are followed. If the value of the condition is known, only the branch that runs is followed.
-A value is known if it depends only on attributes that no longer change, on the engine's globals, and on functions whose
-body is one ``return`` statement.
+At an ``if`` whose condition has a known value, the reader follows only the branch that will run. At every other ``if``
+it follows both branches. A value is known if it depends only on attributes that no longer change, on the engine's
+globals, and on functions whose body is one ``return`` statement.
 
 A scale also counts as read if its name occurs in another function of the quantization method, or in a function of the
 layer. Weight loaders and functions that prepare the weights are exceptions.

@@ -158,10 +158,14 @@ def _offer_dead_input() -> tuple[Install | None, str]:
 
 
 def _find_size_skip_reason(tokens: int, top_k: int, hidden: int, itemsize: int) -> str:
-    """Return why no forward pass ran in column slices, given the sizes of the largest expert outputs.
+    """Return why no forward pass ran in column slices. The arguments are the sizes of the largest expert outputs.
 
-    The outputs may be too small to cut. This function does not know which runner the layers use. If the smallest size
-    that is cut differs between Triton and Marlin, the reason names the sizes of both.
+    Each runner cuts expert outputs only from a certain size on. If the largest outputs are smaller, the reason names
+    this size. Triton and Marlin may cut from different sizes on. The reason then names both sizes, because this
+    function does not know which runner the layers use.
+
+    If the largest outputs are large enough for both runners, the reason is another one: a second slice would save no
+    memory, or the layers cannot be cut.
     """
     tensor_bytes, max_bytes = tokens * top_k * hidden * itemsize, column_slices.read_max_bytes()
     thresholds = {

@@ -168,10 +168,11 @@ class TritonGemm(NamedTuple):
 
     @property
     def has_slow_order(self) -> bool:
-        """Whether even two slices slow the layer down by 3 to 7 % (:data:`SLOW_ORDER_SLOWDOWN`).
+        """Whether the GEMM computes its tiles in an order that makes slices slow.
 
-        This was measured with quantized activations, if tiles have at least 128 rows and ``GROUP_SIZE_M`` is 1. The
-        GEMM then computes all tiles of a row before the next row.
+        With ``GROUP_SIZE_M`` 1, the GEMM computes all tiles of a row of tiles before the next row of tiles. If the
+        activations are also quantized, and tiles have at least 128 rows, even two slices slowed the layer down by 3 to
+        7 % in measurements (:data:`SLOW_ORDER_SLOWDOWN`). The result is true if all three conditions hold.
         """
         assert self.tiles is not None
         return self.quantized and self.tiles.get("GROUP_SIZE_M") == 1 and self.tiles["BLOCK_SIZE_M"] >= 128
@@ -262,8 +263,9 @@ def choose_slice_width(
     - Memory at the activation: slices do not lower the memory that is allocated while the activation runs. Let I be
       ``intermediate``. With 16-bit activations, this memory has room for 3 I columns: 2 I for the first GEMM's output
       and I for the activation's output. The activation's output is the second GEMM's input, so it stays allocated.
-      2 I columns remain for a slice. Narrower slices would not lower the peak memory. If the activations are quantized,
-      2.5 I columns remain, or 1.5 I if the activation's output lies in the dead input.
+      2 I columns remain for a slice. Narrower slices would not lower the peak memory. If the activations are quantized
+      to 8 bits, the second GEMM's input has the size of only 0.5 I columns, so 2.5 I columns remain. If the
+      activation's output also lies in the dead input, the memory at the activation is only 2 I, so 1.5 I remain.
     - Memory that each further slice saves: the ``n``-th slice saves about 1/n^2 of the tensor. For example, the
       slices of a 1,000 MB tensor have 250 MB each if there are four, and 200 MB if there are five, so the fifth slice
       saves 50 MB. Each slice must save at least :data:`MIN_BYTES_SAVED_PER_SLICE`.
@@ -423,11 +425,13 @@ def compute_min_tensor_bytes(max_bytes: int | None) -> int:
 
     Each forward pass first compares the size of its expert outputs with this size, because the comparison is cheap.
 
-    :param max_bytes: the user's limit for the runner's memory, or ``None``. With a limit, the result is a quarter of
-        the limit, such as 100 MB for a limit of 400 MB. Slices only reduce the memory of the second GEMM. So they help
-        only if the second GEMM needs more memory than the activation function before it. The second GEMM then needs
-        less than four times the bytes of the expert outputs. If these are smaller than a quarter of the limit, the
-        layer stays within the limit without slices.
+    With a limit of 400 MB, for example, the result is a quarter of the limit, 100 MB. The reason: slices only reduce
+    the memory of the second GEMM. So they help only if the second GEMM needs more memory than the activation function
+    before it. In this case the second GEMM needs less than four times the bytes of the expert outputs. With expert
+    outputs of less than 100 MB it needs less than 400 MB, so the layer stays within the limit without slices.
+
+    :param max_bytes: the user's limit for the runner's memory, or ``None``. Without a limit, the result is
+        ``MIN_TENSOR_BYTES``.
     """
     # Let T be the bytes of the expert outputs, and A the bytes of the activation's output.
     # - The activation needs at least 2 A. Slices do not change this.
@@ -439,10 +443,12 @@ def compute_min_tensor_bytes(max_bytes: int | None) -> int:
 def compute_min_packed_tensor_bytes(max_bytes: int | None) -> int:
     """Return the size in bytes below which the expert outputs of Marlin, whose weights are packed, are never cut.
 
-    :param max_bytes: the user's limit for the runner's memory, or ``None``. With a limit, the result is a third of the
-        limit, such as 100 MB for a limit of 300 MB. The second GEMM needs three tensors, and slices help only if the
-        expert outputs are the largest of these tensors. If the expert outputs are then smaller than a third of the
-        limit, all three tensors fit without slices.
+    With a limit of 300 MB, for example, the result is a third of the limit, 100 MB. The reason: the second GEMM needs
+    three tensors, and slices help only if the expert outputs are the largest of these tensors. In this case, if the
+    expert outputs have less than 100 MB, the three tensors have less than 300 MB and fit without slices.
+
+    :param max_bytes: the user's limit for the runner's memory, or ``None``. Without a limit, the result is
+        ``MIN_TENSOR_BYTES``.
     """
     # The second GEMM needs three tensors: the expert outputs, the activation's output and the layer's output. If slices
     # help, the expert outputs are the largest of the three.

@@ -146,8 +146,9 @@ class FusedMoeCall:
         the input.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
     :param dead_input_address: address of the dead input if the engine received this memory for the activation's output,
-        else ``None``. If the second GEMM's input has the same address, the activation's output lies in the dead input.
-        The address differs for gpt-oss, whose activation allocates its own output.
+        else ``None``. If the second GEMM's input begins at this address, the activation's output lies in the dead
+        input. With gpt-oss the second GEMM's input lies elsewhere, because gpt-oss's activation allocates its own
+        output.
     """
 
     gate_columns: int

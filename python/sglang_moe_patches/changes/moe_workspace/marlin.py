@@ -87,13 +87,13 @@ _current_call: ContextVar[MarlinCall] = ContextVar("marlin_call")
 class _BothOutputs:
     """Stand-in without memory for the one tensor that the engine allocates for the outputs of both GEMMs.
 
-    The engine takes two slices of the tensor. The first slice is the first GEMM's output, and the second slice is the
-    second GEMM's output.
+    The engine indexes this tensor twice (``tensor[:elements]``): first for the first GEMM's output, then for the second
+    GEMM's output. The stand-in returns a :class:`_FirstOutput`, then a :class:`DeferredOutput`.
 
     :param call: call of the engine's Marlin function to which the tensor belongs.
     :param allocate_elements: function that receives a number of elements, and allocates a one-dimensional tensor with
         so many elements.
-    :param is_first_sliced: whether the engine has taken the first slice.
+    :param is_first_sliced: whether the engine has already indexed the tensor for the first GEMM's output.
     """
 
     call: MarlinCall

@@ -1,10 +1,12 @@
 """Column slices in the Triton runner: run the engine's own fused-MoE function with three replaced globals.
 
-In every call, ``route`` compares the size of the expert outputs with a threshold. If the size is large enough,
-``run_in_columns`` runs a copy of the engine's function in which three global names have other values: ``torch``
-(:class:`_FusedMoeTorch`), the GEMM (``invoke``) and the sum (``sum_slices``). The first GEMM runs as usual. The call of
-the second GEMM is only recorded. ``sum_slices`` then runs the second GEMM and this package's sum for one column slice
-after the other (:mod:`.deferred_tensor`).
+:func:`install` wraps the engine's function. In every call, the wrapper asks the function ``route`` whether the expert
+outputs are large enough for slices. If they are, ``run_in_columns`` receives the call. It may then run a copy of the
+engine's function in which three global names have other values: ``torch`` (:class:`_FusedMoeTorch`), the GEMM
+(``invoke``) and the sum (``sum_slices``).
+
+In this copy the first GEMM runs as usual. The call of the second GEMM is only recorded. ``sum_slices`` then runs the
+second GEMM and this package's sum for one column slice after the other (:mod:`.deferred_tensor`).
 """
 
 from __future__ import annotations
@@ -62,8 +64,11 @@ _MAX_COMPILED_SUM_TOKENS = 32
 class _FusedMoeTorch(takers.OutputTorch):
     """Stand-in for the module ``torch`` inside the fused-MoE function. It does not allocate the expert outputs.
 
-    If the layer offers its dead input, the layer's output is placed in this memory. If the layer works in place, its
-    output needs no memory, and the activation's output is placed in the dead input instead.
+    If the layer offers its dead input, one of two tensors is placed in this memory:
+
+    - the activation's output, if the layer works in place. The layer's output then overwrites the MoE input, so the
+      layer's output needs no memory of its own.
+    - the layer's output, if the layer does not work in place.
     """
 
     def empty(self, size: tuple[int, ...], *, device: Any, dtype: Any) -> Any:

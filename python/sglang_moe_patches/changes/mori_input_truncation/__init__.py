@@ -59,8 +59,9 @@ def _find_skip(server_args: Any) -> Skip | None:
 def _count_cut_rows(cut: Any, dispatched: Any, *args: Any) -> int:
     """Return the number of rows by which :func:`.hooks.truncate` reduced the MoE kernel's work in one call.
 
-    Without this function the kernel would compute the rows of the engine's own cut, or the whole buffer if the engine
-    does not cut. If 1,000 rows would be computed, for example, and the cut leaves 300 rows, the result is 700.
+    Without :func:`.hooks.truncate` the kernel would compute the rows that the engine's own cut leaves, or the whole
+    buffer if the engine does not cut. If these are 1,000 rows, for example, and :func:`.hooks.truncate` leaves 300
+    rows, the result is 700.
     """
     before, after = (min(len(o.hidden_states), getattr(o, "recv_cap", 0) or math.inf) for o in (dispatched, cut))
     return int(max(0, before - after))

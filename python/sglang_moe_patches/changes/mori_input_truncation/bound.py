@@ -89,12 +89,12 @@ def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: L
     - ``senders`` is 1 if the engine has scattered the rows over the attention-TP ranks (``ScatterMode.SCATTERED``).
       This rank has then sent ``1 / attn_tp`` of its data-parallel rank's rows. All ranks run the same model, so the
       other ranks have scattered their rows, too.
-    - Otherwise ``senders`` is ``attn_tp * attn_cp``. This includes two situations in which this rank cannot see whether
-      rows are scattered. An idle rank has sent 0 of 0 rows. With context parallelism, the engine may split rows
-      unevenly, or only in prefill.
+    - Otherwise ``senders`` is ``attn_tp * attn_cp``. This larger value is also used in two cases in which this rank
+      cannot see whether rows are scattered. In the first case this rank is idle, so it has sent 0 of 0 rows. In the
+      second case context parallelism is on, so the engine may split rows unevenly, or only in prefill.
 
-    An example: two data-parallel ranks have 8 rows each, and ``attn_tp`` is 2. If this rank has sent 4 rows, the bound
-    is 16 rows. If this rank has sent 8 rows, the bound is 32 rows.
+    An example: two data-parallel ranks have 8 rows each, and ``attn_tp`` is 2. If this rank has sent 4 rows, the rows
+    are scattered, and the bound is 1 * 16 rows. If this rank has sent 8 rows, the bound is 2 * 16 rows.
 
     If ``counts`` is unknown, there is a bound only with one data-parallel rank and without context parallelism. Every
     rank then has the same batch, and sends the whole batch or an even share of the batch. Even shares differ by at most

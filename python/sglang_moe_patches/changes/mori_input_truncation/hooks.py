@@ -1,4 +1,6 @@
-"""Wrappers that cut MoRI's receive buffer instead of the engine. The engine's own cut depends on the release:
+"""Wrappers with which this change, not the engine, decides how many rows of MoRI's receive buffer remain.
+
+The engine's own cut of the buffer depends on the release, so the wrappers differ:
 
 - Up to 0.5.12.post1, ``MoriEPMoE.run_moe_core`` cuts to the layer's attribute ``mori_moe_max_input_tokens``. A wrapper
   sets the attribute to 0, so the engine does not cut.
@@ -240,7 +242,8 @@ def _probe_engine_cut(layer: type, run_moe_core: Any, dispatched: Any) -> Instal
 def _require_layout(dp_attention: Any) -> None:
     """Check that this package can read how the engine distributes the attention over the ranks.
 
-    The engine's module ``dp_attention`` has three functions for this, or the parallel context has three attributes.
+    Depending on the release, the engine has three functions for this in its module ``dp_attention``, or three
+    attributes in its parallel context (``get_parallel()``).
 
     :raises engine.Unsupported: the engine has neither these functions nor these attributes.
     """

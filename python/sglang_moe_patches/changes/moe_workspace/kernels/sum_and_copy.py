@@ -85,9 +85,11 @@ if triton is not None:
 def _view_as_words(
     source: torch.Tensor, start: int, stop: int, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of ``source`` and ``target`` as matrices of eight-byte words, one matrix row for each tensor row.
+    """Return views of ``source`` and ``target`` as two-dimensional matrices of eight-byte words.
 
-    The view of ``source`` begins at column ``start``, and extends to the end of each row.
+    The last dimension of each tensor becomes the columns of its matrix, and all other dimensions become the rows. The
+    view of ``source`` begins at column ``start``. It does not end at ``stop``, because the kernel takes the number of
+    words to copy from ``target``.
 
     :param stop: end of the columns to copy. It is only compared with the shape of ``target``.
     """
