@@ -241,8 +241,12 @@ class Observations:
     """Results of one server in a test case.
 
     :param answers: answers to the same questions, before and after the event.
-    :param prefills: observations of rank 0, one for each prefill. An observation has the kinds of the allocator's
-        segments after the prefill, in the memory pools of CUDA graphs and elsewhere.
+    :param prefills: one dictionary for each prefill of rank 0, with the state after the prefill:
+
+        - ``pools``: for each memory pool of CUDA graphs, whether it has an expandable segment.
+        - ``expandable``: bytes of the expandable segments outside these pools.
+        - ``custom_all_reduce``: whether the rank uses custom all-reduce.
+
     :param registered: number of addresses that custom all-reduce registered in each capture.
     """
 

@@ -1,8 +1,9 @@
 """GPU tests of model families for which this package has no special code. With the engine's own kernels, patched
 answers equal stock answers.
 
-Each family runs in a process of its own, with the engine's model runner: four layers with a model's widths, few experts
-and dummy weights. It runs one prefill with expert outputs that are large enough for column slices, and then decodes.
+Each family runs in a process of its own. The engine's model runner builds four layers with a model's widths, few
+experts and dummy weights. The model runs one prefill and then decodes. The expert outputs of the prefill are large
+enough for column slices.
 """
 
 from __future__ import annotations

@@ -484,8 +484,9 @@ def nans(*shape):
 
 
 def output_into_dead_input():
-    """Return a context manager in which the fused-MoE function writes its output into the dead input, as with
-    deferred-shared-experts.
+    """Return a context manager in which calls of the fused-MoE function write their output into the dead input.
+
+    Calls that work in place are an exception. On servers with deferred-shared-experts, calls do not work in place.
     """
     return patched_by(takers.probe_triton())
 
@@ -640,8 +641,10 @@ def test_no_tensor_of_the_full_size_is_made(modules, slice_counts):
     ("in_kernel", "more", "stock_tensors"), [(False, {"no_combine": True}, 2), (True, {"inplace": True}, 1)]
 )
 def test_no_unwritten_tensor_is_allocated(modules, slice_counts, monkeypatch, in_kernel, more, stock_tensors):
-    """The stock engine allocates a tensor that it never writes in two cases: no sum is needed, or the kernel computes
-    the sum. The patched function does not allocate it.
+    """The patched function does not allocate a tensor that the stock function allocates, but never writes.
+
+    The stock function allocates such a tensor in two cases: the caller needs no sum over a token's experts
+    (``no_combine``), or the GEMM kernel computes this sum.
     """
     monkeypatch.setattr(modules.arguments, "enable_fused_moe_sum_all_reduce", in_kernel)
     monkeypatch.setattr(modules.arguments.moe, "enable_fused_moe_sum_all_reduce", in_kernel)

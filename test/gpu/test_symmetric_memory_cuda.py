@@ -2,8 +2,8 @@
 
 Two ranks of the engine's model runner prefill and decode without CUDA graphs, with Kimi-K2.5's widths and random
 weights. Symmetric memory is a pool of NCCL. NCCL runs a collective as a symmetric one only if the collective's tensors
-lie in this pool. At each collective of the engine's symmetric path, the test records whether the tensors that the
-engine checks lie in the pool.
+lie in this pool. Before each collective that can be symmetric, the engine calls ``debug_check_symmetric_mempool`` with
+the collective's tensors. The test replaces this function, and records whether the tensors lie in the pool.
 """
 
 from __future__ import annotations

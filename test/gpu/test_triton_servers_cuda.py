@@ -198,11 +198,11 @@ def write_adapter(folder: Path, target: str) -> Path:
 
 
 def requests(case: Case) -> list[Request]:
-    """Return the requests of a test case: first requests to send one after another, then requests to send at the same
-    time. Only cases with pipeline stages have requests of the second kind.
+    """Return the requests of a test case.
 
-    Each request of the second kind has a prompt that fills a forward pass, and asks for one token. The batches
-    therefore do not depend on the times at which the requests arrive.
+    The list begins with the requests that are sent one after another. In cases with pipeline stages, the requests that
+    are sent at the same time follow. Each of these simultaneous requests has a prompt that fills a forward pass, and
+    asks for one token. The batches therefore do not depend on the times at which the requests arrive.
     """
     lengths = [TOKENS, TOKENS - 16, TOKENS - 33, 5]
     lengths += (CAPTURED_TOKENS, CAPTURED_TOKENS - 7) if case.graphs else ()

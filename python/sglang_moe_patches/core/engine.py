@@ -241,8 +241,8 @@ def find_uses(function: Callable[..., Any], name: str) -> set[str]:
 def load_definition(owner: ModuleType, name: str) -> FunctionType:
     """Return a function as a module's source code defines it, without its decorator.
 
-    If a decorator replaces the function, the module itself does not give access to it. The result is therefore created
-    from the module's compiled code. Its parameters have no default values.
+    If a decorator replaces the function, the module's attribute refers to the replacement. This function therefore
+    creates the original function from the module's compiled code. The parameters of the result have no default values.
 
     :raises Unsupported: the module defines no function of that name, or several.
     """

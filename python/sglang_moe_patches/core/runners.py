@@ -35,8 +35,9 @@ runners. Of the runners in this tuple, Triton alone reads ``inplace``. The other
 def skip_unless_runner(*runners: str) -> Callable[[Any], Skip | None]:
     """Return the ``skip`` function of a change that acts only with these values of ``--moe-runner-backend``.
 
-    The change is also not skipped if the draft model uses one of the values, or if the value is ``auto``. The engine
-    may still resolve ``auto`` to one of the values.
+    The returned function reads the server's value, and with speculative decoding also the draft model's value. If one
+    of these values is in ``runners`` or is ``auto``, the change is not skipped. The engine may still resolve ``auto``
+    to one of ``runners``.
     """
 
     def skip(server_args: Any) -> Skip | None:
@@ -129,8 +130,13 @@ def find_layers(model: Any) -> list[Any]:
 def preserves_input(experts: Any) -> bool:
     """Return whether the runner of a ``FusedMoE`` layer leaves its input unchanged if ``inplace`` is off.
 
-    The result is false for a runner that always overwrites its input, for DeepGEMM, which frees its input, and for an
-    unknown runner.
+    The result is false in these cases:
+
+    - The runner overwrites its input even if ``inplace`` is off.
+    - The runner is DeepGEMM, which frees its input.
+    - The runner is unknown.
+    - The runner is Triton on an AMD GPU. This was not tested.
+    - Some experts run on the CPU at the same time (``KTEPWrapperMethod``).
     """
     import torch
 
@@ -224,8 +230,8 @@ def cache_pool_addresses(search_pool: Callable[[torch.Tensor], bool]) -> Callabl
     the addresses that lie in the pool. A cached address stays in the pool, because the pool never frees memory while
     the process lives.
 
-    An address outside the pool is not cached, because the pool may grow and contain the address later. With an outdated
-    result, one rank would allocate from the pool although the other ranks do not. All ranks must allocate alike.
+    An address outside the pool is not cached, because the pool may grow and contain the address later. A rank with an
+    outdated result would allocate from the pool, although the other ranks do not. All ranks must allocate alike.
 
     :param search_pool: the engine's function, which returns whether a tensor lies in the pool.
     """

@@ -242,8 +242,11 @@ def tokens_of_forwards():
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one case: the limits that cutedsl-sizing computes, the tokens of the largest forward pass, and the
-    bound that the engine itself computes (``None`` if the engine release computes none).
+    """Result of one case.
+
+    :param limits: the settings and sizes from which cutedsl-sizing computes its bound.
+    :param largest: tokens of the largest forward pass.
+    :param engine_bound: the bound that the engine itself computes, or ``None`` if the engine release computes none.
     """
 
     case: Case
@@ -301,8 +304,9 @@ def test_gathered_and_padded_forwards_fit(monkeypatch, extend):
     """The buffers have room for the tokens of all ranks, padding included. With data-parallel attention, the engine
     pads each rank's tokens, and gathers the tokens of all ranks.
 
-    The engine pads in two ways. In a prefill, it pads each rank to a multiple of ``attn_tp``. In a decode, it may also
-    pad every rank to the size of the longest rank. The test covers both ways.
+    The engine pads in two ways. In a prefill, it pads each rank's tokens to a multiple of ``attn_tp``. In a decode, it
+    may also pad all ranks to the largest number of tokens of a rank: ranks with 3 and 5 tokens then both have 5. The
+    test covers both ways.
     """
     pick = random.Random(extend)
     to_the_longest, padded_beyond = set(), 0

@@ -97,7 +97,7 @@ def test_servers_of_other_runners_are_not_skipped_because_bf16_experts_run_on_tr
 @pytest.mark.every_release
 def test_a_top_k_of_1_is_scaled_by_the_factor(engine, checkpoint, monkeypatch):
     """The output is multiplied by the routed scaling factor even if top-k is 1. Up to 0.5.17, the stock engine's output
-    is wrong then: it sums a tensor that it has not written.
+    is wrong in this case, because the engine sums a tensor that no kernel has written.
     """
     triton_runner(monkeypatch)
     load_unquantized(monkeypatch)

@@ -358,9 +358,10 @@ def test_the_engines_own_cut_is_off_in_layers_with_a_limit(make_layers, monkeypa
 
 @pytest.mark.usefixtures("require_cut_in_runner")
 def test_every_mori_layer_of_the_engine_uses_the_wrapped_class(monkeypatch):
-    """Each MoE layer of the engine that uses MoRI calls the wrapped methods. In newer releases this includes the layer
-    for EPv2, the second version of MoRI's dispatch. The settings of each layer (its policy) are read from the engine's
-    own state.
+    """All of the engine's layer classes for MoRI have the methods that the change wraps. In newer releases this
+    includes the class for EPv2, the second version of MoRI's dispatch.
+
+    The change reads each layer's settings (its policy) from the state of the engine.
     """
     from sglang.srt.environ import envs
     from sglang.srt.layers.moe import utils

@@ -161,8 +161,11 @@ def test_the_callers_input_embeds_are_unchanged(engine, checkpoint, monkeypatch,
 
 
 def test_the_allreduce_fusion_mark_is_not_inherited(engine, checkpoint, kernels, monkeypatch):
-    """A layer's output must not inherit the engine's mark for a fused all-reduce from the tensor whose storage it
-    reuses. The engine marks a layer's output if the next layer fuses the all-reduce of this output.
+    """The patched model marks the same tensors for a fused all-reduce as the stock model.
+
+    The engine sets this mark on a layer's output tensor if the next layer fuses the output's all-reduce. The next
+    layer's kernel may then write its own output into the memory of the marked tensor. This output must not inherit the
+    mark.
     """
 
     def find_fusion_marks():

@@ -32,9 +32,9 @@ from snapshot import PACKAGES, Snapshot, find_differences, restore, take_snapsho
 pytestmark = [pytest.mark.every_release, pytest.mark.usefixtures("engine")]
 PROMPTS = [[11, 7, 300, 42] * 9, list(range(40, 140))]
 HOOK_POINT_IN_IMPORTING_MODULE = "compressed_tensors_w4a4_nvfp4_moe.prepare_static_weights_for_trtllm_fp4_moe"
-"""Name of an engine function, after the name of a module that imports the function from another module. fp4-weights
-patches the function in both modules. If another plugin has patched the function in the importing module, fp4-weights
-leaves that module alone, but may still patch the function in the other module."""
+"""Hook point of fp4-weights, as "module.function". The module does not define the function, but imports it from another
+module. fp4-weights patches the function in both modules. If another plugin has patched the function in the importing
+module, fp4-weights leaves that module alone, but may still patch the function in the defining module."""
 LOADING = "model_runner.ModelRunner.load_model"
 """Name of the engine's method that loads a model. moe-workspace wraps this method to inspect the loaded model. The
 inspection looks for modules that may read the experts' input on another CUDA stream. If another plugin has patched the
@@ -144,8 +144,9 @@ def subclass(owner: Any, name: str) -> None:
 
 FOREIGN_PATCHES = [wrap, replace, hook_around, hook_instead, subclass]
 BY_HOOKS = [hook_around, hook_instead]
-"""Functions that patch an attribute through the engine's hook registry. In the end the registry assigns the attribute,
-as :func:`wrap` and :func:`replace` do. CI therefore tests only one change with these functions: fp4-weights."""
+"""Functions that patch an attribute through the engine's hook registry. The registry in turn assigns the attribute, as
+:func:`wrap` and :func:`replace` do. CI tests every change with ``wrap`` and ``replace``. With the functions of this
+list, CI tests only fp4-weights."""
 
 
 @contextmanager

@@ -190,10 +190,10 @@ def test_default_marlin_slices_keep_the_limits_with_the_time_of_their_copies(lay
 
 def check_memory_limit(layer, gemm, width, step, limit, predict_bytes):
     """Check that slices of ``width`` columns keep the runner's memory within ``limit`` bytes, and that fewer slices
-    need more memory than the limit.
+    would need more memory than the limit.
 
-    - Some memory is allocated when the activation runs, and slices do not reduce it. If ``limit`` is smaller than this
-      memory, this memory is the limit.
+    - Slices do not reduce the memory that is allocated when the activation runs. If this memory has more bytes than
+      ``limit``, its number of bytes is the limit instead.
     - If even the narrowest slices need more than the limit, ``width`` must be the narrowest width.
     """
     around, during = predict_bytes(layer, gemm, width)
@@ -341,8 +341,10 @@ def test_slices_cover_every_column_once_in_order(hidden, width):
 
 
 def test_no_measured_layer_costs_more_than_two_per_cent():
-    """No measured layer takes significantly more time in column slices than 1.02 times the stock engine's time. So for
-    each layer, the lower end of the ratio's 95 % confidence interval must be at most 1.02.
+    """No measured layer with column slices takes significantly more than 1.02 times the stock engine's time.
+
+    The ratio of the two times has a 95 % confidence interval. The lower end of this interval must be at most 1.02 for
+    each layer.
 
     The layers were measured with several batch sizes, and with default or tuned tiles.
     """

@@ -106,9 +106,11 @@ def test_the_offer_ends_with_its_block_also_after_an_error(run):
 def test_the_output_context_is_the_pools_unless_it_is_disabled_or_already_entered(symmetric_memory):
     """``output_context`` returns the context manager in which an output is allocated.
 
-    If the server uses NCCL's symmetric memory, it is the engine's context manager, which allocates from the pool of
-    symmetric memory. This context manager cannot be entered twice. If the engine has already entered it, or if the
-    server does not use symmetric memory, ``output_context`` returns a context manager that does nothing.
+    If the server uses NCCL's symmetric memory, ``output_context`` returns the engine's context manager, which allocates
+    from the pool of symmetric memory. In two cases ``output_context`` returns a context manager that does nothing:
+
+    - The server does not use symmetric memory.
+    - The engine has already entered its own context manager, which cannot be entered twice.
     """
     entered = nullcontext()
     memory = runners.SymmetricMemory(symmetric_memory, lambda: entered)

@@ -133,7 +133,8 @@ def return_unchanged(hidden_states: Any) -> Any:
     """Return the layer's input, which is already a tensor.
 
     This function is the default for the parameter ``tensor_of`` of :func:`make_layer_forward`. In some releases the
-    input is a handle instead, and another function fetches the tensor from the handle.
+    input is not a tensor, but a handle for a sum that is not computed yet. ``tensor_of`` is then another function: it
+    returns the handle's tensor.
     """
     return hidden_states
 

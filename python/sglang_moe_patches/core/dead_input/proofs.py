@@ -96,8 +96,9 @@ def input_dies(forward: Code) -> bool:
 
     This statement must assign the result of a norm (:data:`_NORMS_BEFORE_ATTENTION`) to the name ``hidden_states``.
 
-    In some releases ``forward`` first assigns the input to a second name, under which the engine offers it. This
-    package disables the engine's offer. The second name must have no other use (:func:`_is_only_offered`).
+    In some releases ``forward`` first assigns the input to a second name, under which the engine offers the input. This
+    package disables the engine's offer. ``forward`` must not use the second name for anything but this offer
+    (:func:`_is_only_offered`).
     """
     definition = _parse_definition(forward)
     consumer, second_alias = _find_consumer(definition)
@@ -127,11 +128,12 @@ def _find_consumer(definition: ast.FunctionDef) -> tuple[ast.Assign | None, str 
 
 
 def _find_second_alias(statement: ast.stmt | None) -> str | None:
-    """Return a second name for the layer's input: the name to which a statement assigns ``hidden_states``.
+    """Return the name to which a statement assigns the layer's input, or ``None`` if the statement does not do so.
 
-    In some releases ``hidden_states`` is no tensor, but a handle for a sum that is not computed yet. A statement that
-    assigns the handle's tensor (:data:`TENSOR_OF_HANDLE`) then counts, too. The result is ``None`` for any other
-    statement.
+    For example, the result is "x" for the statement ``x = hidden_states``.
+
+    In some releases ``hidden_states`` is a handle for a sum that is not computed yet. The statement may then assign the
+    handle's tensor instead: ``x = f(hidden_states)``, where ``f`` is the engine's function :data:`TENSOR_OF_HANDLE`.
     """
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -325,9 +327,10 @@ def _find_aliases_after(statement: ast.stmt, aliases: set[str], tracker: _AliasT
     """Return the aliases of attention's input after ``statement``: the local names that may refer to its memory.
 
     :param aliases: the aliases before the statement.
-    :returns: the aliases, or ``None`` if the proof fails. There are two reasons for a failure. The memory of
-        attention's input may escape through a call, an attribute or a return value. Or the proof does not model such a
-        statement.
+    :returns: the aliases, or ``None`` if the proof fails. The proof fails in two cases:
+
+        - The memory of attention's input may escape through a call, an attribute or a return value.
+        - The proof does not model this kind of statement.
     """
     match statement:
         case ast.Assign(targets=targets, value=value):
@@ -392,8 +395,10 @@ def returns_own_memory(forward: Code, places: frozenset[Place]) -> bool:
     """Return whether the result of a submodule's ``forward`` shares no memory with the arguments in ``places``.
 
     Batches without tokens are an exception: for them, ``forward`` may return such an argument, because no layer offers
-    its input then. The proof assumes that the submodule's own methods and submodules return new memory. All other
-    functions may return the memory of their arguments.
+    its input then.
+
+    The proof assumes that the submodule's own methods and submodules return new memory. For a call of any other
+    function, the proof assumes that the result may share memory with the call's arguments.
 
     :param places: places of the arguments that may share memory with the layer's input.
     """
@@ -410,7 +415,7 @@ def _find_submodule_aliases_after(statement: ast.stmt, aliases: set[str]) -> set
 
     :param aliases: the aliases before the statement.
     :returns: the names, or ``None`` if the proof fails. The proof fails if the statement may return an alias, or if the
-        proof does not model such a statement.
+        proof does not model this kind of statement.
     """
     if any(isinstance(node, _NOT_MODELLED) and aliases & _find_names_read(node) for node in ast.walk(statement)):
         return None
@@ -450,15 +455,15 @@ def _calls_own_attribute(call: ast.Call) -> bool:
 
 
 def captures_only_sums(forward: Code) -> bool:
-    """Return whether a layer's ``forward`` captures hidden states nowhere but in the norm before attention.
+    """Return whether no statement of a layer's ``forward`` captures hidden states, except the norm before attention.
 
-    *Capturing* a tensor means to keep it for other code, such as speculative decoding. The norm before attention
-    captures only new tensors: sums of the layer's input and the residual.
+    *Capturing* a tensor means to keep it for other code, such as speculative decoding. The norm before attention may
+    capture hidden states, because it captures only new tensors: sums of the layer's input and the residual.
 
     Any other statement of ``forward`` might capture the input itself. This function recognizes such a statement by the
-    letters "captur". The result is therefore false if another statement than the norm contains one of these:
+    letters "captur". The result is therefore false if a statement other than the norm uses one of these:
 
-    - a parameter with "captur" in its name, such as ``captured_last_layer_outputs``
+    - a parameter of ``forward`` with "captur" in its name, such as ``captured_last_layer_outputs``
     - a string constant with "captur" in it, such as a key of ``kwargs``
     """
     definition = _parse_definition(forward)

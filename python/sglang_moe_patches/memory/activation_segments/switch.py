@@ -25,11 +25,13 @@ Set = Callable[[str], None]
 
 
 class Switch:
-    """Switch between ordinary and expandable segments of PyTorch's allocator.
+    """Object that switches PyTorch's allocator between ordinary and expandable segments.
 
-    While the switch is on and not suspended, new memory comes from expandable segments.
+    The switch is off at first. While the switch is on and not suspended, new memory comes from expandable segments. At
+    all other times, new memory comes from ordinary segments.
 
-    If a change of the allocator's settings fails, a warning is logged and the allocator is not changed again.
+    If a call of ``set_`` fails, a warning is logged, and the allocator keeps its last setting until :meth:`turn_on` is
+    called.
 
     :param set_: function that changes the allocator's settings.
     """
@@ -80,8 +82,8 @@ class Switch:
     def _apply(self, setting: str = "") -> None:
         """Set the allocator to expandable or ordinary segments. If the switch is off, leave the allocator unchanged.
 
-        :param setting: :data:`ON` for expandable segments, or :data:`OFF` for ordinary segments. By default, the
-            allocator gets ordinary segments while the switch is suspended, else expandable segments.
+        :param setting: :data:`ON` for expandable segments, or :data:`OFF` for ordinary segments. If it is empty, the
+            allocator is set to ordinary segments while the switch is suspended, else to expandable segments.
         """
         if not self._on:
             return
