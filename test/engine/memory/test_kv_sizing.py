@@ -226,7 +226,7 @@ def place(folder: Path) -> Path:
 def sized_server(
     name: str, model: Path, folder: Path, *arguments: str, limited: bool = False, **variables: str
 ) -> Server:
-    """Return a server, not yet started, with kv-sizing, the stand-ins and a prefix cache.
+    """Return a server, not yet started, with kv-sizing, the plugins of the tests (``PLUGINS``) and a prefix cache.
 
     :param limited: whether the server keeps the ``--max-total-tokens`` that test servers have by default.
     """
@@ -448,7 +448,8 @@ def test_a_first_start_grows_the_kv_cache_and_frees_memory_when_it_is_short(plac
 def test_short_memory_ends_no_chunked_prompt_and_starves_no_waiting_request(folder: Path, checkpoint):
     """Freeing KV cache memory must neither end a chunked prompt nor make a request wait forever. A chunked prompt could
     end, because the engine does not check for free tokens before the second chunk. A request could wait forever,
-    because the engine admits it only if more tokens are free than it needs."""
+    because the engine admits a request only if more tokens are free than the request needs. A KV cache of exactly this
+    number of tokens would therefore be too small."""
     place = folder / "short"
     place.mkdir()
     short, turn_s = place / "short", place / "turn"

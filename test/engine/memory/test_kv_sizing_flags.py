@@ -1,5 +1,5 @@
-"""Servers with kv-sizing, and with flags that change batches, pages, processes or checks. A stand-in replaces the GPU's
-driver.
+"""Tests of kv-sizing on servers that also use another feature: deterministic inference, larger pages, streaming
+sessions or beam search. A stand-in replaces the GPU's driver.
 
 Each server starts, answers as a stock server, shrinks when memory is short, and answers again.
 """
@@ -39,9 +39,9 @@ to 0.5.13 the allocation of pages."""
 ONE_A_TURN = {"SGLANG_SCHEDULER_MAX_RECV_PER_POLL": "1"}
 """Environment variable that makes a scheduler read only one request in each turn of its event loop."""
 DRIVER = {"CACHE": "2000000", "GAIN": "150000000"}
-"""Settings of the driver's stand-in, in bytes. ``CACHE`` is the KV cache size by the engine's rule. ``GAIN`` is the
-size by which kv-sizing enlarges this KV cache. The three prompts ``LONG`` fit at the same time only into the larger KV
-cache."""
+"""Settings of the stand-in for the GPU's driver, in bytes. ``CACHE`` is the KV cache size by the engine's rule.
+``GAIN`` is the size by which kv-sizing enlarges this KV cache. The three prompts ``LONG`` fit at the same time only
+into the larger KV cache."""
 NEW_TOKENS = 8
 
 

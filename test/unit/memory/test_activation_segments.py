@@ -109,7 +109,8 @@ def test_reasons_why_a_server_is_not_switched(more, by_default, on):
 
 @pytest.fixture
 def environ(monkeypatch):
-    """Environment without the change's variable and without allocator settings. The PyTorch release is a tested one."""
+    """Environment without the change's variable and without allocator settings. PyTorch's release is one with which the
+    change has been tested on a GPU."""
     for name in (NAME, *eligibility.CONFIGURATIONS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(activation_segments, "_read_pytorch_version", lambda: TESTED)

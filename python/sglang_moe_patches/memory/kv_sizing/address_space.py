@@ -12,7 +12,7 @@ from typing import Any
 
 
 class OutOfMemory(RuntimeError):
-    """Raised if the driver has no memory to map. The message names the driver's function and its error."""
+    """Raised if CUDA's driver has no memory to map. The message names the function of CUDA's driver and its error."""
 
 
 class CudaMemory:
@@ -164,8 +164,11 @@ class ElasticBuffer:
 
     def _granules(self, rows: int) -> Iterator[range]:
         """Yield one range for each plane (a part of the tensor, see :class:`ElasticBuffer`). The range has the indices
-        of the granules that back the plane's first ``rows`` rows. A granule may contain parts of several planes. Its
-        index is then only in the range of the first of these planes."""
+        of the granules that back the plane's first ``rows`` rows.
+
+        A granule may contain the end of one plane and the beginning of the next plane. So that no granule counts twice,
+        only the earlier plane's range then contains the granule's index.
+        """
         before = 0
         for plane in range(self._plane_count if rows else 0):
             start = plane * self.rows * self._row_bytes

@@ -52,9 +52,9 @@ KV_MARGIN = Variable(
     "2000",
 )
 """Environment variable for the *margin*: the memory that stays free on each GPU. The default follows from measurements
-on fourteen servers with H100s or H200s. Each server ran two kinds of load, and the memory that its forward passes
-needed was measured for each load. The two figures of a server differed by at most 1,180 MB. In one further measurement
-they differed by 2 GB.
+on fourteen servers with H100s or H200s. Each server ran two kinds of load. For each load, the memory that the forward
+passes needed was measured. Between the two loads of a server, this memory differed by at most 1,180 MB. There was one
+exception: a further measurement found a difference of 2 GB.
 
 To change the default, change these places, too:
 
@@ -87,8 +87,8 @@ class UnsizedKind:
 
     :param name: the engine's argument or environment variable that identifies such servers.
     :param reason: clause that says why such a server is not measured.
-    :param applies: function that returns whether a server is of this kind; ``None``: every server with the argument
-        ``name`` on is of this kind.
+    :param applies: function that returns whether a server is of this kind. With ``None``, a server is of this kind if
+        its argument ``name`` is on.
     :param condition: further condition, in words for the documentation page.
     """
 
@@ -259,7 +259,8 @@ def skip_reason(mode: object, arguments: Mapping[str, Any], environ: Mapping[str
     :param mode: the value of ``SGLANG_MOE_PATCHES_KV_SIZING``.
     :param arguments: the server's resolved arguments.
     :param environ: the server's environment.
-    :returns: ``None`` if the server is measured, provided that :mod:`.pools` supports its KV cache.
+    :returns: ``None`` if mode, arguments and environment give no such reason. The server is then measured if
+        :mod:`.pools` supports its KV cache.
     """
     if not mode:
         return f"{KV_SIZING.name} is off; auto turns it on"

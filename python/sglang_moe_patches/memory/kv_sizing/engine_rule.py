@@ -40,13 +40,15 @@ def bytes_per_token(maker: Any) -> float:
 
 def find_rehearsal_fraction(maker: Any, launches: list[LaunchMemory], margin: int) -> float | None:
     """Return a larger ``--mem-fraction-static`` (*fraction*) for the rehearsal. With this fraction, the KV cache has
-    room for two prefill chunks, or for the model's context length if it is shorter.
+    room for two prefill chunks. If the model's context length is less than two chunks, or if there are no chunks, the
+    KV cache has room for the context length.
 
     The rehearsal does not begin with an even larger KV cache, because CUDA graphs are captured in the memory that the
     fraction leaves free. The KV cache grows after the need was measured.
 
-    :returns: ``None`` if the rehearsal uses the engine's own fraction. There are three reasons: this fraction is large
-        enough, a larger fraction would leave too little memory, or the model has states (such as Mamba's).
+    :returns: ``None`` if the rehearsal uses the engine's own fraction. There are three reasons: the engine's own
+        fraction is large enough, a larger fraction would leave too little memory for forward passes, or the model has
+        states (such as Mamba's).
     """
     if getattr(maker, "mambaish_config", None):
         return None

@@ -69,7 +69,8 @@ class LoadDriver:
         server allows."""
         self._most_requests = 0
         """Number of requests in the latest *extra decode*; 0 if no extra decode has begun. An extra decode runs without
-        a CUDA graph, and has more requests than :attr:`.Limits.penalized`. In a pipeline, no decode is extra."""
+        a CUDA graph, and has more requests than a batch with a penalized request may have (:attr:`.Limits.penalized`).
+        In a pipeline, no decode counts as extra, because its batches may have more requests than intended."""
         self.restart_requests = 0
         """Limit of concurrent requests for a new rehearsal, in case the latest extra decode (see ``_most_requests``)
         takes too much memory; 0 if no extra decode has begun. The limit is the number of requests in the extra decode
@@ -124,8 +125,8 @@ class LoadDriver:
         passes or answers. Instead of requests, the list may have one :class:`Plant`: an order to put a prefix into the
         radix cache without computing it.
 
-        :param idle: whether the scheduler has no request. If a request of the script has no answer then, it never gets
-            one.
+        :param idle: whether the scheduler has no request. A request of the script that has no answer at this time is
+            lost: it never gets an answer.
         :param stuck: whether the scheduler runs nothing and admits none of its waiting requests. The script then aborts
             the waiting requests.
         """

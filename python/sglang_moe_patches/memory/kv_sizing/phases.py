@@ -24,9 +24,10 @@ PREFILLS = ("EXTEND",)
 SHARED_PREFIX_REQUESTS = 8
 """Largest number of requests that share the longest prefix in one rehearsed forward pass."""
 MAX_PART_FRACTION = 1 / 16
-"""Largest part, as a fraction of the longest prefix, if the rehearsal computes a cached prefix in parts. The parts are
-small because the engine computes even an aborted prompt to its end. Behind a long prompt, the engine's warm-up request
-would time out, and the engine would end the server."""
+"""Largest part of the longest prefix, as a fraction of this prefix. With a radix cache, the rehearsal may compute the
+prefix in parts: each prompt adds one part to the cached prefix. The parts are small because the engine computes even an
+aborted prompt to its end. While a long part is computed, the engine's warm-up request could time out. The engine would
+then end the server."""
 FIRST_PART_FRACTION = 1 / 4
 """Length of a trial prompt, as a fraction. The time of the trial prompt predicts the time of the longest prompt.
 
@@ -75,10 +76,10 @@ MAMBA = "Mamba"
 """Value of :attr:`ServerFacts.hybrid` for a model with Mamba layers, in which each request has a state in addition to
 its KV cache."""
 STATE_INTERVAL_TOKENS = 256
-"""On models with Mamba layers, the length of a rehearsed prefix is a multiple of this number of tokens. The radix cache
-has a prefix only up to a token at which the engine has kept the state of these layers. Depending on release, model and
-strategy, the engine keeps a state at the end of a request, or at multiples of 64 to 256 tokens. In all of these cases,
-the engine keeps a state at the end of the rehearsed prefix."""
+"""On models with Mamba layers, the length of a rehearsed prefix is a multiple of this number of tokens. A later
+request can reuse a cached prefix only up to a token for which the engine has kept the state of the Mamba layers.
+Depending on release, model and strategy, the engine keeps this state at the end of a request, or at the multiples of a
+number from 64 to 256 tokens. In all of these cases, the engine keeps a state at the end of the rehearsed prefix."""
 WINDOW_OVERHANG_TOKENS = 128
 """Limit of tokens that a request keeps in addition to its sliding window. The engine frees the tokens that have left
 the window in steps, such as 128 tokens in 0.5.23."""
@@ -106,7 +107,8 @@ class PhaseKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of one forward pass. A size is 0 if it is not known, or if it need not be reached.
+    """Sizes of one forward pass. They are either observed (:class:`Batch`) or required (:class:`Bound`). An observed
+    size of 0 means that the size is not known. A required size of 0 means that any size is large enough.
 
     :param tokens: rows of the input.
     :param requests: requests in the batch.
@@ -222,8 +224,8 @@ class Limits:
     window_tokens: int = 0
     """KV cache size of the layers with a sliding window, in tokens; 0 if no layer has a sliding window."""
     states: bool = False
-    """Whether layers (such as Mamba layers) keep a state for each request. The radix cache then has a prefix only up to
-    a token at which the engine has kept the state."""
+    """Whether layers (such as Mamba layers) keep a state for each request. A later request can then reuse a cached
+    prefix only up to a token for which the engine has kept the state."""
     stop_token: bool = False
     """Whether the tokenizer has an end-of-sequence token. The rehearsal then uses ``min_new_tokens``, which forbids
     this token."""
@@ -260,17 +262,18 @@ class Limits:
         return min(self.batch, self._graph_requests) if is_limited else self.batch
 
     def with_fewer_penalized(self) -> Limits | None:
-        """Return limits with a lower number of penalized requests (:data:`PENALIZED_SAMPLING`) in one forward pass. A
-        server without ``--max-running-requests`` has the same number.
+        """Return limits with fewer penalized requests (:data:`PENALIZED_SAMPLING`) in one forward pass: as many as the
+        server would have without ``--max-running-requests``.
 
-        :returns: ``None`` if this number is not lower than the present number.
+        :returns: ``None`` if these are not fewer requests than now.
         """
         limited = replace(self, limits_penalized=True)
         return limited if limited.penalized < self.penalized else None
 
     @property
     def short_requests(self) -> int:
-        """Number of short requests for which half of the KV cache has room, in addition to two of the largest prefills.
+        """Number of short requests that fit into half of the KV cache at once, if this half also keeps room for two of
+        the largest prefills.
 
         The number is at least the sum of the requests in the largest captured decodes of all pipeline stages. For
         example, with two stages and a largest captured decode of 160 requests it is at least 320. Without captured
@@ -335,9 +338,9 @@ class Limits:
     def packed_tokens(self) -> int:
         """Lower bound of the tokens in a forward pass with :attr:`prompts_together` prompts of the greatest length.
 
-        If the prompts do not fit into a chunk, the engine cuts the last prompt at the end of a page. So the bound is
-        lower than the chunk by up to two pages for each prompt. For example, with prompts of 3,000 tokens, chunks of
-        8,192 tokens and pages of one token the bound is 8,189.
+        If the prompts do not fit into a chunk, the engine cuts the last prompt at the end of a page. The bound is then
+        the size of the chunk, minus up to two pages for each prompt. With pages of one token, one page is subtracted
+        for each prompt. For example, with three prompts of 3,000 tokens and chunks of 8,192 tokens the bound is 8,189.
         """
         if self.prompts_together == 1:
             return self.largest_prefill_tokens // self.page * self.page
@@ -456,11 +459,12 @@ class Estimate:
 
     The estimate decides whether the phase runs:
 
-    - A phase that must run: if it would take more memory than is free, the rehearsal ends. The estimate counts as part
-      of the need.
-    - A phase that may be left out: it is left out if it would take more memory than is free in addition to the margin.
-      It is also left out if it would take much more memory than all phases before it
-      (:data:`.sizing.MORE_REQUESTS_FRACTION` of the KV cache), because the KV cache makes better use of this memory.
+    - A phase that must run: if less than :data:`.sizing.MIN_FREE_BYTES` would stay free, the rehearsal ends. The
+      estimate counts as part of the need.
+    - A phase that may be left out: it is left out if less than the margin and :data:`.sizing.MIN_FREE_BYTES` together
+      would stay free. It is also left out if it would take much more memory than the earlier phase, because the KV
+      cache makes better use of this memory. *Much more* means more than a fraction of the KV cache's bytes
+      (:data:`.sizing.MORE_REQUESTS_FRACTION`).
 
     :param name: name of the earlier phase.
     :param times: factor between the memory of the two phases.
@@ -490,10 +494,10 @@ class Phase:
         a batch meets the bound.
     :param sampling: the engine's sampling parameters of every request.
     :param output_logprobs: whether every request asks for the log-probabilities of its generated tokens.
-    :param growth: factor between the time of a prompt and the time of the slowest earlier prompt, among the phases with
-        such a factor. If less time is left, the prompt is not sent, and the rehearsal ends early. For example, with a
-        factor of 4 and a slowest prompt of 10 s, the next prompt is sent only if 40 s are left. With 0, the time is
-        not checked.
+    :param growth: factor by which a prompt may take longer than the slowest earlier prompt. Only prompts of phases with
+        such a factor count as earlier prompts. If the remaining time is shorter than the prompt may take, the prompt is
+        not sent, and the rehearsal ends early. For example, with a factor of 4 and a slowest earlier prompt of 10 s,
+        the next prompt is sent only if 40 s are left. With 0, the time is not checked.
     :param estimate: estimate of the phase's memory; ``None`` if the phase always runs.
     """
 
@@ -792,9 +796,9 @@ def _part_lengths(longest: int, chunk: int, limits: Limits) -> list[int]:
     part of one chunk is always allowed. For example, with ``longest`` 64,000 and chunks of 1,000 tokens the lengths are
     1,000, 2,000, 4,000, 8,000, 12,000 and so on in steps of 4,000.
 
-    With sliding windows, the last part has at least one window and two pages, and less than a page more. The cache
-    keeps a window for each part. With a shorter last part, these windows could leave no room for a chunk after the
-    prefix.
+    With sliding windows, the last part has as many tokens as one window and two pages, and up to a page more because of
+    rounding. The reason is that the cache keeps one window for each part. If the last part were shorter, these windows
+    could leave no room for a chunk after the prefix.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0
     rising = max(0, longest - behind) // limits.page * limits.page if behind else longest

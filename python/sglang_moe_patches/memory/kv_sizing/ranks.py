@@ -135,7 +135,8 @@ def all_machines_take_part() -> bool:
     ranks follow the decision that reaches the store first.
 
     No secret is shared yet, so a foreign process can write these keys. It can cause a wrong ``False``. If it causes a
-    wrong ``True``, a rank does not connect, and this function raises after :data:`WAIT_S` seconds.
+    wrong ``True``, the ranks wait in vain for the missing ranks to connect. After :data:`WAIT_S` seconds this function
+    raises.
 
     :raises RuntimeError: the store does not answer, or a rank does not connect in time.
     """
@@ -356,7 +357,8 @@ class Orders:
         self._open_inbox()
 
     def send(self, *items: Any) -> None:
-        """On rank 0: broadcast orders and requests of the engine. Every rank receives them in rank 0's next turn."""
+        """On rank 0: broadcast orders and requests of the engine. Rank 0's scheduler reads them in its next turn, and
+        the engine passes them on to all other ranks."""
         self._outbox.append(Broadcast(items))
         self._open_inbox()
 

@@ -64,8 +64,8 @@ COUNTERS = (
     *("num_retracted_reqs", "total_prefill_uncached_tokens", "total_prefill_busy_us", "decode_moment_totals"),
     *("_prev_decode_launch_ts", "max_prefill_bs"),
 )
-"""Counters of the scheduler, its metrics reporter and its model runner that the end of the rehearsal restores.
-Counters of speculation (``spec_...``) are restored, too."""
+"""Names of the counters whose values the end of the rehearsal restores. The counters belong to the scheduler, to its
+metrics reporter or to its model runner. Counters of speculation are restored, too: their names begin with ``spec_``."""
 METRIC_SWITCHES = ("enable_metrics", "current_scheduler_metrics_enabled")
 """Attributes that switch the engine's metrics. The rehearsal sets them to false."""
 

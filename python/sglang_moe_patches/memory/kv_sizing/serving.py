@@ -354,8 +354,8 @@ def tokens_of(request: Any) -> int:
 
 
 def unmap_or_warn(pools: ElasticPools, counts: TokenCounts) -> int:
-    """Unmap the memory of all slots after the first ``counts`` tokens. If the driver cannot, log a warning: the other
-    ranks go on with the smaller KV cache, so this rank must go on, too.
+    """Unmap the memory of all slots after the first ``counts`` tokens. If CUDA's driver cannot unmap it, only log a
+    warning: the other ranks go on with the smaller KV cache, so this rank must go on, too.
 
     :returns: freed bytes.
     """

@@ -13,8 +13,8 @@ Failures in a start have these effects. The *first size* of the KV cache is its 
 - A rank cannot reserve addresses for its first KV cache: the server serves with the engine's size. Free memory is not
   watched.
 - A rank has no memory to map for a larger KV cache: the KV cache keeps the size that it had before.
-- A rank takes its turns, but its measured need does not reach rank 0 for a minute: the KV cache has at most its first
-  size, and the server serves.
+- A rank still runs its event loop, but its measured need does not reach rank 0 within a minute: the KV cache has at
+  most its first size, and the server serves.
 - A rehearsed forward pass raises on all ranks: the KV cache has at most its first size, and the server serves.
 - A rehearsed forward pass raises on some ranks only, or in a pipeline: the server ends, because the other ranks wait
   for the failed rank.
@@ -49,8 +49,8 @@ EXCHANGE_WAIT_S = 60.0
 """Seconds that rank 0 waits for a value of every other rank, such as its measured need. The other ranks wait for rank 0
 without a limit."""
 EXCEPTION_WAIT_S = 30.0
-"""Seconds that a rank waits for the other ranks if its rehearsed forward pass fails. If they do not all fail in this
-time, the server ends."""
+"""Seconds that a rank waits after its rehearsed forward pass has raised an exception. All other ranks must report an
+exception in this time. Otherwise the server ends."""
 
 
 def log_on_rank_0(leads: bool, message: str, *, warn: bool = False) -> None:
@@ -374,17 +374,17 @@ class ServerStart:
         return tokens, reason, any(need.stopped for need in known)
 
     def _requests_to_start_over(self, rank_0: RankNeed, is_smaller: bool, ended_early: bool) -> int | None:
-        """Decide whether the first rehearsal starts over with fewer requests. It does so if its requests make the KV
-        cache smaller. It may also start over if a rank had little memory left.
+        """Decide whether the first rehearsal starts over with fewer requests. It does so if its requests take so much
+        memory that the KV cache would have to shrink. It may also start over if a rank had little memory left.
 
         There are two cases:
 
         - ``--max-running-requests`` is not given. The rehearsal then also runs decodes of more requests than the
           largest CUDA graph has. It starts over with fewer concurrent requests.
         - ``--max-running-requests`` is given. The rehearsal starts over with fewer penalized requests, and only if the
-          KV cache becomes smaller.
+          KV cache would have to shrink.
 
-        :param is_smaller: whether the KV cache becomes smaller.
+        :param is_smaller: whether the KV cache would have to become smaller than it was in the rehearsal.
         :param ended_early: whether little memory was left in the rehearsal of a rank, and no rehearsal failed.
         :returns: limit of concurrent requests in the new rehearsal; 0 if only the penalized requests get a limit;
             ``None`` if the rehearsal does not start over.

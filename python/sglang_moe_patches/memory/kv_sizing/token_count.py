@@ -37,8 +37,8 @@ COUNTS: Mapping[str, str] = {
     "full_tokens_per_layer": "full",
     "swa_tokens_per_layer": "window",
 }
-"""Fields of :class:`TokenCounts`. The key is the name of an attribute in which the engine's objects store the same
-number."""
+"""Names of the fields of :class:`TokenCounts`. The key is the name of the engine's attribute with the same number. For
+example, ``swa_max_total_num_tokens`` of an engine's object is the field ``window``."""
 HOLDERS = (
     "",
     *("tp_worker", "tp_worker.model_runner", "tp_worker.model_runner.memory_pool_config"),

@@ -112,8 +112,8 @@ class Server:
 )
 def test_a_short_request_displaces_the_memory_of_a_decode_without_a_graph(kind, captured, ends, short):
     """A decode without a CUDA graph leaves some tensors allocated until another request runs. The driver must therefore
-    send a short request between this decode and the next phase. It waits until all requests of the decode have left the
-    batch."""
+    send a short request between this decode and the next phase. The driver sends the short request only after all
+    requests of the decode have left the batch."""
     server = Server(only=kind, requests=256, captured=captured)
     server.serve(server.step())
     if ends:
@@ -138,8 +138,8 @@ def test_a_phase_begins_when_the_phase_before_has_ended():
 @pytest.mark.parametrize("vocabulary", [1_950, 151_936])
 def test_the_radix_cache_finds_only_the_intended_prefix_in_prompts(vocabulary):
     """Two prompts may share only the prefix that their phase intends, and must differ in the next token. Otherwise the
-    radix cache would already have this token, and the forward pass would be too small. The smaller vocabulary of the
-    test has hardly more tokens than there are prompts."""
+    radix cache would already have this token, and the forward pass would be too small. One of the two vocabularies in
+    this test has hardly more tokens than there are prompts, so a mistake would repeat a token there."""
     server = Server(requests=256, captured=256, mixed=True, vocabulary=vocabulary)
     server.run()
     begins = []

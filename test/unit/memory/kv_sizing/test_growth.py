@@ -69,9 +69,9 @@ def test_a_larger_first_fraction_gives_the_rehearsal_enough_kv_cache(free, least
 def test_a_larger_first_fraction_also_gives_room_to_the_caches_for_images(
     has_images, reserved_gib, expected, monkeypatch
 ):
-    """The larger fraction must also leave memory for the caches for images (here 1 GiB), if the release takes this
-    memory out of the memory for the KV cache. The KV cache itself needs 204 tokens of 1 MB: two prefill chunks of 100
-    tokens, and two pages of 2 tokens."""
+    """Some releases put the caches for images (here 1 GiB) into the memory that the fraction leaves to the KV cache.
+    With these releases, the larger fraction must leave 1 GiB more. The KV cache itself needs 204 tokens of 1 MB: two
+    prefill chunks of 100 tokens, and two pages of 2 tokens."""
     asked: list[int] = []
     monkeypatch.setattr(engine_rule, "bytes_per_token", lambda maker: 1e6)
     monkeypatch.setattr(engine_rule, "arguments_of", lambda arguments: {"chunked_prefill_size": 100})

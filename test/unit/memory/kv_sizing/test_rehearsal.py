@@ -150,10 +150,13 @@ def test_a_large_decode_is_rehearsed_if_it_fits_and_without_a_user_limit_only_if
     are two more conditions.
 
     - The margin must stay free, too.
-    - The decode may cost at most 1/32 of the KV cache. The cost is the decode's memory minus the memory of a decode
-      with half as many requests. Memory that the allocator has reserved for such large decodes before is added.
+    - The decode may cost at most 1/32 of the KV cache. The cost is the memory that the decode takes in addition to
+      a decode with half as many requests. If the rehearsal has already run a smaller one of these large decodes, the
+      cost also contains the memory that the allocator reserved for it.
 
-    In this test, each request of a decode takes 20 MB. So a decode of 300 requests takes 6 GB and costs 3 GB.
+    In this test, each request of a decode takes 20 MB. So a decode of 300 requests takes 6 GB, which is 3 GB more than
+    a decode of 150 requests: it costs 3 GB. A decode of 600 requests after it takes 12 GB, which is 6 GB more. If the
+    allocator keeps the 3 GB that it has reserved for the decode of 300 requests, the decode of 600 costs 9 GB.
 
     :param free: free memory in GB when the rehearsal starts.
     :param has_default_requests: whether the user has set no limit of concurrent requests.

@@ -85,9 +85,9 @@ def request(prompt, new, computed=0):
 
 
 EXTRA_TOKENS = 9
-"""Number of KV cache tokens that a request takes in addition to its prompt and its new tokens. The sizes that the tests
-expect contain 10 tokens instead of 9, because the engine admits a request only if one further token is free. For
-example, a request with 5 prompt tokens and 9,200 new tokens needs a KV cache of 9,215 tokens."""
+"""Number of KV cache tokens that a request takes in addition to its prompt and its new tokens. The tests expect
+room for one token more, because the engine admits a request only if one further token is free. For example, a request
+with 5 prompt tokens and 9,200 new tokens needs a KV cache of 5 + 9,200 + 9 + 1 = 9,215 tokens."""
 
 
 class Flags(set):
@@ -219,7 +219,9 @@ def test_with_mixed_chunks_decoding_requests_keep_slots_for_the_rest_of_the_prom
     - The rest of the prompt takes 900 slots, and 12 chunks: a chunk of 100 tokens has 80 tokens of the prompt, and one
       token of each of 20 decoding requests.
     - Each decoding request takes 14 slots: one for each of the 12 chunks, one more, and a page of one slot.
-    - Two more pages stay free.
+    - Two more pages of one slot stay free.
+
+    So 8,818 of the 10,000 free slots may be withdrawn: 10,000 - 900 - 20 x 14 - 2.
     """
     batch = SimpleNamespace(reqs=[request(3, 4)] * 20)
     rank = make_rank(0, chunked_req=request(1000, 5, 100), is_mixed_chunk=True, running_batch=batch)
@@ -236,8 +238,8 @@ def test_sliding_window_layers_keep_room_for_a_window_and_a_prefill():
 
 
 def test_slots_stay_withdrawn_if_the_driver_cannot_unmap(make_rank, caplog):
-    """If the driver cannot unmap the memory of withdrawn slots, the rank still must not use these slots again. All
-    ranks must use the same slots, and the other ranks have unmapped the memory of these slots."""
+    """If CUDA's driver cannot unmap the memory of withdrawn slots on one rank, this rank still must not use these slots
+    again. All ranks must use the same slots, and the other ranks have unmapped the memory of these slots."""
     rank = make_rank(9 * GB)
 
     def fail(counts):
@@ -315,8 +317,9 @@ TWO_WAIT = {"waiting_queue": [request(9100, 0), request(5, 9200)]}
     ids=str,
 )
 def test_the_kv_cache_keeps_room_for_two_prefills_and_rank_0s_longest_request(scheduler, ordered, make_rank, caplog):
-    """Rank 0 frees missing memory only as far as the KV cache keeps room for two prefill chunks and for its longest
-    request. The log must then say once that memory is short."""
+    """2 GB are missing, so the KV cache should shrink from 10,000 to 8,000 tokens. But it must keep room for two of the
+    largest prefills, and for the longest request on rank 0. Rank 0 orders the larger of these two sizes, or nothing if
+    this frees no memory. The log must say once that memory is short."""
     rank = make_rank(0, **scheduler)
     rank.serving.run_turn()
     assert rank.orders == ordered
@@ -384,8 +387,9 @@ RECORDS = {"a": SimpleNamespace(kv_allocated_len=3000), "b": SimpleNamespace(kv_
     ids=["none waits", "one waits", "one of a session waits", "one of a new session waits", "a short one waits"],
 )
 def test_slots_of_streaming_sessions_are_never_freed(waiting, least, prefixes, make_rank):
-    """An order must leave enough slots for streaming sessions and for the waiting requests. The engine never frees a
-    session's slots for another request. If all other slots were in use, the engine would abort the request."""
+    """An order must leave enough slots for all streaming sessions and, in addition, for the longest waiting request.
+    The engine never frees a session's slots for another request. If the other slots were too few for a waiting request,
+    the engine would abort this request."""
     rank = make_rank(0, waiting_queue=waiting)
     vars(rank.scheduler.tree_cache).update(prefixes)
     rank.scheduler.chunked_prefill_size = 100
@@ -672,9 +676,9 @@ def test_a_penalized_request_that_left_the_queue_does_not_count_even_if_a_sessio
     ids=str,
 )
 def test_fewer_requests_are_admitted_to_a_penalized_batch(sampling, scheduler):
-    """The lower limit for penalized requests applies as long as the batch has tensors for penalties, with a row for
-    each request. The engine keeps these tensors after the penalized request has ended, and adds rows for new requests.
-    """
+    """At most 256 requests may run, instead of 900, as long as the batch has the tensors of a penalized request. These
+    tensors have a row for each request. The engine keeps them after the penalized request has ended, and adds rows for
+    new requests."""
     scheduler.running_batch = batch_of(Request(), **sampling)
     vars(scheduler.running_batch).update({name: True for name in sampling if name == "return_logprob"})
     assert count_admitted(scheduler) == 156
