@@ -97,7 +97,7 @@ def _run_launcher_hook(change: str, hook: Callable[[ModuleType, patch.Patcher], 
     patches.
     """
     patcher = patch.Patcher()
-    with patch.best_effort(f"{module.__name__} (change {change})"):
+    with patch.best_effort(f"patching {module.__name__} (change {change})"):
         try:
             hook(module, patcher)
         except Exception:

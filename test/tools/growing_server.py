@@ -39,7 +39,7 @@ NO_GPU = (
     "Without a GPU, a stand-in reports the free memory of a GPU with 107 GB. So the sizes are made up, and the engine, "
     "its forward passes and the growth are real."
 )
-NO_FIGURES = ("rehearses the largest forwards", "needed in addition to weights and KV cache")
+NO_FIGURES = ("rehearses the largest forward passes", "needed in addition to weights and KV cache")
 """Beginnings of kv-sizing's log lines whose figures mean nothing without a GPU. These figures are a time limit and the
 memory of forward passes. They come from the stand-in for the driver."""
 

@@ -16,7 +16,7 @@ from sglang_moe_patches.memory.kv_sizing import start
 from sglang_moe_reference import environment
 
 GREW, SHRANK = Growth(9, 4, 4_990_000_000), Growth(4, 9, 4_990_000_000)
-LINE = "using the engine's default fraction 0.9000 because it's so"
+LINE = "using the engine's default --mem-fraction-static 0.9000 because it's so"
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def _construct_layer(
         the layer's shared experts after them.
     """
     original(self, *args, **kwargs)
-    with best_effort(f"the order of experts in {type(self).__name__}"):
+    with best_effort(f"deferring the shared experts in {type(self).__name__}"):
         reason = find_reason_to_run_first(
             inplace=self.experts.moe_runner_config.inplace,
             preserves_input=runners.preserves_input(self.experts),

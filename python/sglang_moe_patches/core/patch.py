@@ -256,7 +256,7 @@ def _define_selection(changes: Iterable[Change]) -> Variable[set[str]]:
             return set(change_names) if text == "all" else set()
         names = [name.strip() for name in text.split(",") if name.strip()]
         if not names:
-            raise ValueError(f"{text!r} names no change; none selects no change")
+            raise ValueError(f"{text!r} names no change; to select no change, set {SELECT_VARIABLE}=none")
         if unknown := [name for name in names if name not in change_names]:
             renamed = "".join(f"; {name} is now {_NEW_NAMES[name]}" for name in unknown if name in _NEW_NAMES)
             raise ValueError(
@@ -403,15 +403,16 @@ def best_effort(part: str) -> Iterator[None]:
     """Context manager around an optional patch. It logs an exception instead of raising it, so that the server starts
     without the patch.
 
-    :param part: name of the part of the engine that stays unpatched, for the log line.
+    :param part: the step, for the log line, such as "freeing the scales".
     :raises PatchError: an exception occurred and ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
     try:
         yield
     except Exception as error:
-        message = f"{log.PREFIX}{part} stays unpatched: {format_error(error)}"
+        failed, why = f"{log.PREFIX}{part} failed", format_error(error)
         if STRICT.read():
-            raise PatchError(f"{STRICT.name}=1, and {message}") from error
+            raise PatchError(f"{STRICT.name}=1, and {failed}: {why}") from error
+        message = f"{failed} and is skipped: {why}"
         log.log_once(logging.WARNING, message, "%s", message)
 
 

@@ -331,7 +331,7 @@ def clear_inplace(layer: Any, patcher: Patcher) -> None:
     @around
     def wrap_init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        with best_effort(f"the runner of {type(self).__name__}"):
+        with best_effort(f"switching inplace off in the runner of {type(self).__name__}"):
             if self.use_flashinfer_trtllm_moe:
                 self.moe_runner_config.inplace = False
 

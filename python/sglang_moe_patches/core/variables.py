@@ -76,8 +76,8 @@ def make_positive_number_parser(unit: str) -> Callable[[str], int | None]:
 RETIRED_VARIABLES: Mapping[str, tuple[str, str]] = {
     "SGLANG_MOE_PATCHES_KV_RECORD": (
         "kv-sizing",
-        "kv-sizing keeps no record any more, each start measures; to start without measuring, set the "
-        "--mem-fraction-static that the server's log names",
+        "removed, because each start measures; unset it. To start without measuring, set the --mem-fraction-static "
+        "that the server's log names",
     ),
     "SGLANG_MOE_PATCHES_MAX_MOE_TOKENS": (
         "moe-workspace",

@@ -151,7 +151,7 @@ def test_other_families_still_offer_if_deepseeks_module_cannot_be_imported(
     reason = f"cannot import {name}: RuntimeError: no such operator"
     assert probe(deferred_shared_experts.CHANGE) == Plan.unsupported(reason)
     for change in (output_buffer.CHANGE, moe_workspace.CHANGE):
-        assert probe(change).reason.startswith(f"some models stay unpatched: {reason}")
+        assert probe(change).reason.startswith(f"layers of DeepSeek models do not offer their dead input: {reason}")
     with installed(output_buffer.CHANGE, moe_workspace.CHANGE):
         model = engine.load(path)
         assert same_answers(engine.generate(model, PROMPTS, STEPS), stock_qwen3)
@@ -184,7 +184,9 @@ def test_a_patched_deepseek_layer_offers_nothing_and_other_families_do(
     original, expected = layer.forward, [run(each) for each in paths]
     monkeypatch.setattr(layer, "forward", functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs)))
     plan = probe(output_buffer.CHANGE)
-    assert plan.reason.startswith("some models stay unpatched: DeepseekV2DecoderLayer.forward is wrapped or replaced")
+    assert plan.reason.startswith(
+        "layers of DeepSeek models do not offer their dead input: DeepseekV2DecoderLayer.forward is wrapped or replaced"
+    )
     assert probe(deferred_shared_experts.CHANGE).status is Status.UNSUPPORTED
     with installed(output_buffer.CHANGE):
         for each, stock, over in zip(paths, expected, ([False, True, True, True], [False] * 4), strict=True):

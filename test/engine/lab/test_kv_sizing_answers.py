@@ -170,7 +170,7 @@ def decision_reason(running: Server, log: str) -> str:
     """Return the reason why a server uses the engine's own ``--mem-fraction-static``. The reason is in the status of
     kv-sizing, or in the log."""
     (reason,) = {reason for name, _, reason in read_observations(running).changes if name == "kv-sizing"}
-    logged = re.findall(r"kv-sizing: using the engine's default fraction \S+ because (.+)", log)
+    logged = re.findall(r"kv-sizing: using the engine's default --mem-fraction-static \S+ because (.+)", log)
     return reason or logged[0]
 
 

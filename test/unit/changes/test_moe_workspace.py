@@ -551,11 +551,16 @@ AMD = "AMD's sums have not been tried"
     [
         (AMD, AMD, None, AMD),
         (Unsupported, Unsupported, None, FOREIGN_KERNEL),
-        (Unsupported, "applied", ["marlin"], f"no columns in the Triton runner: {FOREIGN_KERNEL}"),
+        (Unsupported, "applied", ["marlin"], f"no column slices on the Triton runner: {FOREIGN_KERNEL}"),
         ("applied", "applied", ["triton", "marlin"], ""),
-        ("applied", Unsupported, ["triton"], f"no columns in Marlin: {FOREIGN_KERNEL}"),
+        ("applied", Unsupported, ["triton"], f"no column slices on Marlin: {FOREIGN_KERNEL}"),
         ("applied", AMD, ["triton"], ""),
-        ("applied", ValueError, ["triton"], f"no columns in Marlin: probing it failed: ValueError: {FOREIGN_KERNEL}"),
+        (
+            "applied",
+            ValueError,
+            ["triton"],
+            f"no column slices on Marlin: probing it failed: ValueError: {FOREIGN_KERNEL}",
+        ),
     ],
 )
 def test_an_unsupported_runner_does_not_affect_the_other_runner(

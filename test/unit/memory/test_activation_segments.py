@@ -156,7 +156,7 @@ NOT_SETTABLE = "the settings of this PyTorch's allocator cannot be changed in a 
             ({NAME: setting}, owner, name, value, f"{status}, because {but}{why}")
             for setting, status, but in (("off", "not needed here", ""), ("on", "unsupported", f"{NAME}=on, but "))
             for owner, name, value, why in (
-                (switch, "_driver_supports_mapping", False, "the driver has no virtual memory management"),
+                (switch, "_driver_supports_mapping", False, "the CUDA driver has no virtual memory management"),
                 (torch.version, "hip", "6.0", "this PyTorch is built for AMD GPUs, which have not been tested"),
                 (switch, "find_settings_function", None, NOT_SETTABLE),
                 (torch.cuda, "get_allocator_backend", "x", "the allocator is x, not PyTorch's own"),

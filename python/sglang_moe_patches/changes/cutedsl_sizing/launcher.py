@@ -169,7 +169,7 @@ def check_budget(server_args: Any, environ: Mapping[str, str] = os.environ) -> N
     :raises ValueError: the value is too small. The message has the ``export`` command that fixes it.
     """
     error = None
-    with best_effort("the budget of FlashInfer's dispatcher"):
+    with best_effort("checking the token budget of FlashInfer's dispatcher"):
         if (
             server_args.moe_runner_backend == runners.CUTEDSL
             and server_args.moe_a2a_backend == "flashinfer"

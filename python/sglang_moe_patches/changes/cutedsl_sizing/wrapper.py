@@ -99,11 +99,13 @@ class SharedMoE:
         size = self._wrapper.max_num_tokens
         flag = f"--max-prefill-tokens {-(-tokens // self._ranks)}"
         if self._is_capturing():
-            message = f"a CUDA graph of {tokens} tokens does not fit buffers for {size}"
-            raise ValueError(log.format_line("cutedsl-sizing", f"{message}; raise {flag} or lower --cuda-graph-max-bs"))
+            message = f"a CUDA graph of {tokens} tokens does not fit into CuteDSL's buffers for {size} tokens"
+            raise ValueError(log.format_line("cutedsl-sizing", f"{message}; set {flag} or lower --cuda-graph-max-bs"))
         if not self._warned:
             self._warned = True
-            message = f"a forward pass has {tokens} tokens, and the buffers have room for {size}: it runs in slices, "
+            message = (
+                f"a forward pass has {tokens} tokens, but CuteDSL's buffers have room for {size}: it runs in slices, "
+            )
             message += f"slower but with the same result. Start the server with {flag} to avoid this."
             log.logger.warning(log.format_line("cutedsl-sizing", message))
 

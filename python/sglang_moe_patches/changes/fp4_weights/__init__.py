@@ -197,7 +197,7 @@ def _wrap_create_moe_runner(original: Any, self: Any, layer: Any, *args: Any, **
     from sglang_moe_patches.changes.fp4_weights import in_parts
 
     result = original(self, layer, *args, **kwargs)
-    with best_effort("the block scales of a layer that Marlin runs"):
+    with best_effort("freeing the swizzled block scales of a layer on Marlin"):
         if self._moe_runner_backend.value in runners.MARLIN:
             drop_swizzled_scales(layer)
             in_parts.free_cached_memory()  # no tensor of the next layer is cut out of this memory
@@ -211,10 +211,10 @@ def _wrap_process_weights(original: Any, self: Any, layer: Any, *args: Any, **kw
     in_parts.free_cached_memory()
     with in_parts.allow_overwriting(layer):
         result = original(self, layer, *args, **kwargs)
-    with best_effort("a layer's scales that no kernel reads"):
+    with best_effort("freeing a layer's scales that no kernel reads"):
         if getattr(layer, "quant_method", None) is self:
             free_unread_scales(layer)
-    with best_effort("the memory after a layer's scales"):
+    with best_effort("appending zeros to a layer's scales"):
         append_zeros_to_scales(self)
     in_parts.free_cached_memory()
     return result
@@ -224,7 +224,7 @@ def _wrap_create_mxfp4_weights(swizzle: Any, original: Any, self: Any, layer: An
     from sglang_moe_patches.changes.fp4_weights import in_parts
 
     create = functools.partial(original, self, layer, *args, **kwargs)
-    with best_effort("the memory of MXFP4 experts"):
+    with best_effort("allocating MXFP4 experts with room for their layout"):
         if self.use_triton_kernels:
             return in_parts.create_with_room(swizzle, create, layer)
     return create()

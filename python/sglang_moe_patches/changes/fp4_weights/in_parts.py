@@ -251,7 +251,7 @@ def wrap_swizzle(original: Callable[..., Any], weight: Any, scale: Any, *args: A
     The wrapper calls the engine's function for a few experts at a time.
     """
     swizzle, layout = functools.partial(original, **kwargs), None
-    with best_effort("the layout of MXFP4 experts in parts"):
+    with best_effort("laying out MXFP4 experts in parts"):
         layout = choose_layout(swizzle, weight, scale, *args)
     if layout is None:
         return original(weight, scale, *args, **kwargs)

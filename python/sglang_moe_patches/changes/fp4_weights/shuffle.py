@@ -459,7 +459,11 @@ def _shuffle_scales(scales: torch.Tensor, permutation: RowPermutation, uploaded:
 @functools.lru_cache(maxsize=8)  # once per process and reason, not once per layer
 def _warn_no_kernel(name: str, reason: str) -> None:
     log.logger.warning(
-        log.format_line("fp4-weights", "no Triton kernel for the %s (%s); using plain PyTorch"), name, reason
+        log.format_line(
+            "fp4-weights", "no Triton kernel for the %s (%s), so loading uses plain PyTorch, which is slower"
+        ),
+        name,
+        reason,
     )
 
 

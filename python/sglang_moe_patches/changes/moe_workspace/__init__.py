@@ -100,9 +100,9 @@ def _plan() -> Plan:
     offer, note = _offer_dead_input()
     reasons = [note]
     if triton_plan.install is None:
-        reasons.append(f"no columns in the Triton runner: {triton_plan.reason}")
+        reasons.append(f"no column slices on the Triton runner: {triton_plan.reason}")
     if marlin_plan.status is Status.UNSUPPORTED:
-        reasons.append(f"no columns in Marlin: {marlin_plan.reason}")
+        reasons.append(f"no column slices on Marlin: {marlin_plan.reason}")
     unsupported = {
         runner: plan.reason
         for runner, plan in (("triton", triton_plan), ("marlin", marlin_plan))
@@ -121,7 +121,7 @@ def _require_supported_runners(model: Any, unsupported: dict[str, str]) -> None:
     :raises PatchError: a layer uses an unsupported runner, and ``SGLANG_MOE_PATCHES_STRICT=1``.
     """
     model_runners = set[str | None]()
-    with best_effort("moe-workspace: which runners a model has"):
+    with best_effort("moe-workspace: finding the MoE runners of the model"):
         model_runners = {runners.find_runner(experts) for experts in runners.find_layers(model)}
     for runner in sorted(unsupported.keys() & model_runners):
         message = log.format_line(

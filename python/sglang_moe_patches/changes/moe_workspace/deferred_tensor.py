@@ -209,7 +209,7 @@ def choose_column_slices(deferred: DeferredTensor, output: Any) -> list[tuple[in
     sizes = describe(deferred, output)
     hidden = deferred.shape[2]
     if isinstance(sizes, str):
-        message = log.format_line("moe-workspace", "the [tokens, top-k, hidden] tensor stays uncut, because %s")
+        message = log.format_line("moe-workspace", "Triton's [tokens, top-k, hidden] tensor stays uncut, because %s")
         log.log_once(logging.INFO, f"columns {sizes}", message, sizes)
         return [(0, hidden)]
     return column_slices.split_columns(hidden, column_slices.choose_slice_width(*sizes, current_call.get().max_bytes))

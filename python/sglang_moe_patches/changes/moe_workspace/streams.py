@@ -70,7 +70,7 @@ def probe(check_model: Callable[[Any], None] = lambda model: None) -> Install:
             loaded = original(self, *args, **kwargs)
             check_model(self.model)
             concurrent = True
-            with best_effort("moe-workspace: whether another stream reads the experts' input"):
+            with best_effort("moe-workspace: checking whether another stream reads the experts' input"):
                 concurrent = may_read_concurrently(self.model.modules(), experts)
             if concurrent:
                 _assume_concurrent_reader(patcher)

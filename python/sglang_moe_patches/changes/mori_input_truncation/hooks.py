@@ -107,7 +107,7 @@ def _warn(bound: int | None, cut: Cut, policy: Policy) -> None:
         )
     elif not cut.needs_assertion:
         kind, arguments = "uncut", (reason,)
-        message = "the receive buffer is not cut, because the number of rows that a rank can receive is unknown (%s)"
+        message = "MoRI's receive buffer is not cut, because the number of rows that a rank can receive is unknown (%s)"
     elif not policy.has_assertions:
         kind, arguments = "unguarded", (LIMIT.name, reason)
         message = (

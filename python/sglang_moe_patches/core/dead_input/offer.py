@@ -207,7 +207,7 @@ def initialize_and_probe(
     :param original: the engine's function, which receives ``args`` and ``kwargs``.
     """
     model = original(*args, **kwargs)
-    with best_effort(f"the dead input of {type(model).__name__}'s layers"):
+    with best_effort(f"finding dead inputs in the layers of {type(model).__name__}"):
         probe_model(model)
     return model
 

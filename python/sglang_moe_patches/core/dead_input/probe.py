@@ -110,7 +110,9 @@ def probe_offers() -> Offers:
         probe_layer(engine.require_unpatched(module, "DeepseekV2DecoderLayer"))
         require_loop(engine.require_unpatched(module, "DeepseekV2Model"))
     except Exception as error:  # models of other families may still offer their inputs
-        return Offers(f"some models stay unpatched: {format_reason(error, f'{DEEPSEEK}: ')}", engine_channel)
+        return Offers(
+            f"layers of DeepSeek models do not offer their dead input: {format_reason(error)}", engine_channel
+        )
     return Offers("", engine_channel)
 
 

@@ -127,7 +127,7 @@ def find_allocator_skip_reason() -> str | None:
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         return f"the allocator is {backend}, not PyTorch's own"
     if _driver_supports_mapping() is False:
-        return "the driver has no virtual memory management"
+        return "the CUDA driver has no virtual memory management"
     return None
 
 

@@ -24,7 +24,7 @@ ALWAYS = "always"
 
 def _mode(text: str) -> str:
     if text == "given":
-        raise ValueError("given is now called always")
+        raise ValueError("the value given is now called always")
     if text not in ("off", "auto", ALWAYS):
         raise ValueError(f"expected off, auto or always, got {text!r}")
     return "" if text == "off" else text
@@ -127,7 +127,7 @@ def _variable_on(name: str) -> Applies:
     return lambda _, environ: is_on(name, environ)
 
 
-_NOT_REHEARSED = "this server's forward passes are not rehearsed"
+_NOT_REHEARSED = "the rehearsal does not support this server's forward passes"
 _MEMORY_CHANGES = "this server's memory use changes while it serves"
 _KEEPS_PROMPTS = "this server copies or registers the KV cache, or keeps the rehearsal's prompts"
 _BY_SLOT = "this server keeps data for every slot that the KV cache has before it grows"
@@ -236,10 +236,10 @@ UNSIZED: tuple[UnsizedKind, ...] = (
     ),
     UnsizedKind(SKIP_ALL_GATHER, _APART, _with_attention_ranks(_variable_on(SKIP_ALL_GATHER)), f"on, {_ATTENTION}"),
     UnsizedKind("--use-ray", "this server's launcher asks for the number of KV tokens before the rehearsal"),
-    UnsizedKind("--enable-return-hidden-states", "a request captures all graphs again"),
+    UnsizedKind("--enable-return-hidden-states", "a request can make the engine capture all CUDA graphs again"),
     UnsizedKind(
         "SGLANG_RUST_SERVER",
-        "this server has no inbox that a rehearsal could use",
+        "the rehearsal cannot send requests to this server's scheduler",
         _variable_on("SGLANG_RUST_SERVER"),
         "on",
     ),

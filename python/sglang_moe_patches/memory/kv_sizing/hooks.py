@@ -91,23 +91,26 @@ class SchedulerHooks:
             return original(maker, pre_model_load_memory)
         launches = self._gather_launch_memory(maker, pre_model_load_memory)
         if self.reason:
-            source = "the given --mem-fraction-static" if self.fraction_is_given else "the engine's default fraction"
+            source = "given" if self.fraction_is_given else "engine's default"
             fraction_in_use = self.launch.fraction or engine_rule.fraction_in_force(maker)
-            log_on_rank_0(self.leads, f"using {source} {fraction_in_use:.4f} because {self.reason}")
+            log_on_rank_0(
+                self.leads, f"using the {source} --mem-fraction-static {fraction_in_use:.4f} because {self.reason}"
+            )
             return original(maker, pre_model_load_memory)
         fraction, raised = None, 0.0
         try:
             fraction = engine_rule.find_rehearsal_fraction(maker, launches, self.margin)
         except Exception as error:
             problem = (
-                "no fraction for the rehearsal found; the KV cache starts with the fraction in force: "
-                + format_error(error)
+                "could not choose a --mem-fraction-static for the rehearsal, so the KV cache starts with the value in "
+                "force: " + format_error(error)
             )
             log_on_rank_0(self.leads, problem, warn=True)
         if fraction is not None:
-            source = "given --mem-fraction-static" if self.fraction_is_given else "engine's default fraction"
-            too_little = f"the {source} {self.launch.fraction:.4f} leaves too little KV cache to rehearse"
-            final = f"starting with {fraction:.4f}, the final size is set afterwards"
+            source = "given" if self.fraction_is_given else "engine's default"
+            given = f"the {source} --mem-fraction-static {self.launch.fraction:.4f}"
+            too_little = f"{given} leaves too little KV cache for the rehearsal"
+            final = f"the rehearsal starts with {fraction:.4f}, and sets the final size"
             log_on_rank_0(self.leads, f"{too_little}; {final}", warn=True)
             raised, self.launch = fraction - self.launch.fraction, replace(self.launch, fraction=fraction)
         # If this fraction leaves no KV cache, the engine raises here, and the server ends as a stock server does.
@@ -167,7 +170,7 @@ class SchedulerHooks:
         if max_tokens:
             top = first if max_tokens <= first.tokens else top
         if not problem and any(addresses < tokens for addresses, tokens in zip(top, first, strict=True)):
-            problem = f"there is no address space for {first.tokens:,} tokens"
+            problem = f"addresses cannot be reserved for the engine's {first.tokens:,} KV tokens"
         if problem:
             self.reason = problem
             unmeasured = f"the KV cache keeps the engine's size and is not measured because {problem}"

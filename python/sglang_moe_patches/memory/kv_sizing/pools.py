@@ -224,7 +224,7 @@ class ElasticPools:
             if type(part).__name__ not in KNOWN_POOLS:
                 raise Unknown(f"kv-sizing does not support KV caches with a {type(part).__name__}")
         if not made:
-            raise Unknown(f"a {type(pool).__name__} of this release makes its buffers in a way that is not known")
+            raise Unknown(f"kv-sizing does not know how this release's {type(pool).__name__} makes its buffers")
         ours = {buffer.memory.address for buffer in self._buffers}
         owners = (table, getattr(table, "mamba_pool", None))
         fixed = {_address(tensor) for owner in owners for tensor in _tensors_of(owner)}
@@ -241,7 +241,7 @@ class ElasticPools:
                 continue
             if tensor.device.type == self._memory.device().type and _address(tensor) not in ours | fixed:
                 shape = "x".join(map(str, tensor.shape))
-                raise Unknown(f"a tensor of {shape} in a {type(pool).__name__} is not known")
+                raise Unknown(f"kv-sizing does not know the {shape} tensor in a {type(pool).__name__}")
 
     def make_buffer(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Make a tensor over reserved addresses, and map memory for its first rows.

@@ -177,8 +177,8 @@ class Rehearsal:
         least = max(limits.largest_prefill_tokens, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
             raise RuntimeError(
-                f"sliding windows of {limits.window_tokens} tokens have no room for "
-                f"{limits.largest_prefill_tokens} more"
+                f"the KV cache of sliding-window layers has {limits.window_tokens} tokens, too few for a window or a "
+                f"prefill of {limits.largest_prefill_tokens} tokens"
             )
         self._save_random_state()
         self._timeout_s, self._abandon_after_s = timeout_s(), abandon_after_s()
@@ -413,7 +413,8 @@ class Rehearsal:
             graphs=graph_bytes(self.runner),
             slack=max(0, reserved - (self._peak - self._at_start.allocated)),
             phases=self._phases,
-            failure=self._failure or ("" if flushed else "requests were left"),
+            failure=self._failure
+            or ("" if flushed else "SGLang did not flush its prefix cache, because requests were left"),
             stopped=self._stopped,
             seconds={**(driver.seconds if driver else {}), WHOLE_REHEARSAL: time.monotonic() - self._began},
             missed=driver.missed if driver else {},

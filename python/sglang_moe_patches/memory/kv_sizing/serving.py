@@ -207,7 +207,9 @@ class Serving:
                 step()
             except Exception as error:
                 self._failures.add(failure)
-                log.logger.warning(log.format_line("kv-sizing", "%s any more: %s"), failure, error)
+                log.logger.warning(
+                    log.format_line("kv-sizing", "%s any more, so memory may run out: %s"), failure, error
+                )
         self._is_shrinking = self._retirement is not None or self._goal < self._pools.counts.tokens
 
     def _sample(self) -> None:
@@ -326,8 +328,8 @@ class Serving:
             return
         self._retirement = None
         if self._leads:
-            tokens = f"{self._pools.counts.tokens:,} KV tokens instead of {self._tokens_before:,}"
-            freed = f"{format_megabytes(self._freed_bytes)} freed until now"
+            tokens = f"KV cache shrunk from {self._tokens_before:,} to {self._pools.counts.tokens:,} tokens"
+            freed = f"{format_megabytes(self._freed_bytes)} freed since the server started"
             log.logger.warning(log.format_line("kv-sizing", "memory was short: %s; %s"), tokens, freed)
 
 

@@ -128,10 +128,10 @@ def decide(needs: Sequence[RankNeed], now: int, most: int, least: int) -> tuple[
     if fits < (floor := min(now, least)):
         return (
             floor,
-            f"the largest forward pass and the margin leave room for {max(0, fits):,} tokens, too few to serve",
+            f"the largest forward pass and the margin leave memory for {max(0, fits):,} KV tokens, too few to serve",
         )
     if fits > now and needs[0].missed:
-        return now, f"the rehearsal did not reach: {', '.join(needs[0].missed)}"
+        return now, f"the rehearsal did not measure: {', '.join(needs[0].missed)}"
     return now if now <= fits < now * (1 + MIN_GAIN_FRACTION) else min(fits, most), ""
 
 

@@ -164,7 +164,7 @@ class ServerStart:
         problem = next(filter(None, ranks.all_gather(problem, str)), "")
         if not problem:
             limit_s = rehearsal.timeout_s()
-            self.log(f"rehearses the largest forwards before the first request, at most {limit_s:.0f} s")
+            self.log(f"rehearses the largest forward passes before the first request, at most {limit_s:.0f} s")
             self._runner = StartRunner(self.start_up(), self.orders, self.board, leads=self.leads)
             self._runner.run()
             return
@@ -293,7 +293,15 @@ class ServerStart:
             self.board.publish(topic, "")
             return None not in self.board.wait_for_all(topic, str, EXCEPTION_WAIT_S)
         except Exception as error:
-            log.logger.warning(log.format_line("kv-sizing", "the other ranks do not answer: %s"), error)
+            log.logger.warning(
+                log.format_line(
+                    "kv-sizing",
+                    "a rehearsed forward pass failed on this rank, and the other ranks cannot be asked whether it "
+                    "failed there, too, so this rank ends. To start without a rehearsal, set "
+                    "SGLANG_MOE_PATCHES_KV_SIZING=off: %s",
+                ),
+                error,
+            )
             return False
 
     def _fail_rehearsal(self, problem: str) -> None:
@@ -364,7 +372,7 @@ class ServerStart:
         known = [need for need in needs if need is not None]
         first = self.pools.first.tokens
         if len(known) < len(needs):
-            return min(now, first), "not every rank has reported its need", False
+            return min(now, first), "not every rank has reported its measured memory to rank 0", False
         self.needs = known
         most = min(self.pools.top.tokens, self.reservation.max_tokens or self.pools.top.tokens)
         tokens, reason = sizing.decide(known, now, most, serving.floor_tokens(self.scheduler, self.pools))
@@ -402,8 +410,9 @@ class ServerStart:
         """
         if self.leads:
             limits = self._limits.with_requests(requests) if requests else replace(self._limits, limits_penalized=True)
-            number = f"{limits.batch:,}" if requests else f"{limits.penalized:,} penalized ones of {limits.batch:,}"
-            self.log(f"rehearses again with {number} requests at once: with more, too little memory was left")
+            penalized = "" if requests else f", and {limits.penalized:,} in a batch with penalties"
+            most = f"{limits.batch:,} requests at once{penalized}"
+            self.log(f"rehearses again with at most {most}: more requests left too little memory for the KV cache")
         self._has_started_over, self._limits_penalized = True, not requests
         self._fewer_requests = requests
         self._need = self._bytes_before = self._slack_bytes = 0
@@ -417,8 +426,12 @@ class ServerStart:
         """
         problems = yield Exchange(f"mapped {self._pass}", self._try_to_map(tokens))
         if None in problems:
-            return "not every rank has reported that it mapped memory"
-        failures = (f"rank {rank} had no memory to map: {problem}" for rank, problem in enumerate(problems) if problem)
+            return "not every rank has reported that it mapped memory for a larger KV cache"
+        failures = (
+            f"rank {rank} could not map memory for a larger KV cache: {problem}"
+            for rank, problem in enumerate(problems)
+            if problem
+        )
         return next(failures, "")
 
     def _try_to_map(self, tokens: int) -> str:
@@ -439,7 +452,7 @@ class ServerStart:
         try:
             self._set_tokens(counts)
         except Exception as error:
-            problem = f"an object of the engine does not accept the size: {error}"
+            problem = f"an object of the engine did not accept the new KV cache size: {error}"
             counts = self.pools.counts_for(min(self.pools.first.tokens, self.pools.counts.tokens))
             with suppress(Exception):
                 self._set_tokens(counts)
@@ -502,7 +515,7 @@ class ServerStart:
         size = f"{state} from {rule:,} to {now:,}" if now != rule else f"kept at {now:,}"
         free = f"{format_megabytes(self.margin)} stay free"
         images = f", and {format_megabytes(self.launch.images)} for images" if self.launch.images else ""
-        limit = f"; --max-total-tokens {now:,} is used" if now == self.reservation.max_tokens else ""
+        limit = f"; --max-total-tokens {now:,} allows no more" if now == self.reservation.max_tokens else ""
         why = f"; {reason}" if reason else ""
         more_bytes = (now - self.pools.first.tokens) * self.reservation.bytes_per_token
         fraction = sizing.pinned_fraction(self.launch, more_bytes)
@@ -512,14 +525,18 @@ class ServerStart:
             same = f". The same size without measuring: --mem-fraction-static {fraction:.4f}"
         self.log(f"KV cache {size} tokens; {free}{images}{limit}{why}{same}", warn=bool(reason) or now < rule)
         if self.reservation.fraction_is_given and now < rule and fraction:
-            self.log(f"the given --mem-fraction-static is too high: {fraction:.4f} would be safe", warn=True)
+            self.log(
+                "the given --mem-fraction-static leaves too little memory for the largest forward passes; "
+                f"set --mem-fraction-static {fraction:.4f}",
+                warn=True,
+            )
 
     def _log_needs(self) -> None:
         """Log the seconds of all rehearsals, and the memory that they have measured."""
         total_s = self._seconds.pop(rehearsal.WHOLE_REHEARSAL, 0.0)
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
         missed = f"; not reached: {', '.join(self.needs[0].missed)}" if self.needs[0].missed else ""
-        early = "; ended early, before memory ran out" if any(need.stopped for need in self.needs) else ""
+        early = "; ended early, because little memory was left" if any(need.stopped for need in self.needs) else ""
         self.log(f"rehearsed in {total_s:.0f} s: {parts}{missed}{early}")
         if any(need.failure for need in self.needs):
             return  # the need is not known
@@ -559,7 +576,9 @@ class ServerStart:
             )
             self.orders.on_turn = self._serving.run_turn
         except Exception as error:
-            self.log(f"free memory is not watched: {error}", warn=True)
+            self.log(
+                f"free memory is not watched, so the KV cache will not shrink if memory is short: {error}", warn=True
+            )
         self._release()
 
 
@@ -627,7 +646,11 @@ class StartRunner:
             self._board.publish(step.topic, step.value)
         except Exception as error:
             log.logger.warning(
-                log.format_line("kv-sizing", "this rank could not report to rank 0 (%s): %s"), step.topic, error
+                log.format_line(
+                    "kv-sizing", "this rank could not send its result (%s) to rank 0, so the KV cache does not grow: %s"
+                ),
+                step.topic,
+                error,
             )
 
     def _poll(self, step: Exchange, deadline: float) -> list[Any]:
@@ -644,7 +667,10 @@ class StartRunner:
             values = self._board.collect(step.topic, type(step.value))
         except Exception as error:
             log.logger.warning(
-                log.format_line("kv-sizing", "rank 0 could not read what the ranks reported (%s): %s"),
+                log.format_line(
+                    "kv-sizing",
+                    "rank 0 could not read the results (%s) of the other ranks, so the KV cache does not grow: %s",
+                ),
                 step.topic,
                 error,
             )

@@ -60,7 +60,7 @@ def unknown_allocator(allocator: Any) -> str:
     if name not in ALLOCATORS:
         return f"kv-sizing does not support KV cache allocators of the kind {name}"
     if getattr(allocator, "_swa_req_ring", False):
-        return "sliding windows of this kind have a ring for each request, whose size depends on the number of requests"
+        return "the KV cache of sliding-window layers has a ring for each request, so its size depends on their number"
     return ""
 
 

@@ -21,7 +21,10 @@ NAME = eligibility.KV_SIZING.name
 def test_unknown_values_of_the_variable_are_refused_in_one_line_with_its_name():
     for text, mode in (("", ""), ("off", ""), ("auto", "auto"), (" auto ", "auto"), ("always", "always")):
         assert eligibility.KV_SIZING.read({NAME: text}) == mode
-    for text, why in (("given", "given is now called always"), ("1", "expected off, auto or always, got '1'")):
+    for text, why in (
+        ("given", "the value given is now called always"),
+        ("1", "expected off, auto or always, got '1'"),
+    ):
         with pytest.raises(ValueError, match=f"^{NAME}: {why}$"):
             patch.check_environment(CHANGES, {NAME: text})
 

@@ -20,7 +20,7 @@ from sglang_moe_patches.memory.kv_sizing.token_count import TokenCounts
 from tells_memory import HostMemory
 
 MISSED = {"a": PhaseKind.MIXED, "b": PhaseKind.VARIED}
-TOO_FEW = "the largest forward pass and the margin leave room for 0 tokens, too few to serve"
+TOO_FEW = "the largest forward pass and the margin leave memory for 0 KV tokens, too few to serve"
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ TOO_FEW = "the largest forward pass and the margin leave room for 0 tokens, too 
         ([RankNeed(fits=150)], 150, ""),
         ([RankNeed(fits=199)], 199, ""),  # it shrinks even by a single token
         ([RankNeed(fits=150, missed=MISSED)], 150, ""),
-        ([RankNeed(fits=300, missed=MISSED)], 200, "the rehearsal did not reach: a, b"),
+        ([RankNeed(fits=300, missed=MISSED)], 200, "the rehearsal did not measure: a, b"),
         ([RankNeed(fits=300), RankNeed(failure="no driver")], 200, "the rehearsal failed: rank 1: no driver"),
         ([RankNeed(fits=300), RankNeed(fits=-9)], 120, TOO_FEW),  # it keeps 120 tokens, which are two prefill chunks
     ],
@@ -273,12 +273,22 @@ class Ranks:
             {"map_error": RuntimeError("nothing is left")},
             (500, 500),
             RULE,
-            "had no memory to map: nothing is left",
+            "could not map memory for a larger KV cache: nothing is left",
         ),
-        ({"map_error": MemoryError()}, (500, 500), RULE, "had no memory to map: MemoryError"),
-        ({"silent_topics": ("mapped",)}, (500, 500), RULE, "not every rank has reported that it mapped memory"),
-        ({"silent_topics": ("measured",)}, (500, 500), RULE, "not every rank has reported its need"),
-        ({"refused_tokens": 1500}, (500, 500), RULE, "an object of the engine does not accept the size: frozen"),
+        ({"map_error": MemoryError()}, (500, 500), RULE, "could not map memory for a larger KV cache: MemoryError"),
+        (
+            {"silent_topics": ("mapped",)},
+            (500, 500),
+            RULE,
+            "not every rank has reported that it mapped memory for a larger KV cache",
+        ),
+        ({"silent_topics": ("measured",)}, (500, 500), RULE, "not every rank has reported its measured memory"),
+        (
+            {"refused_tokens": 1500},
+            (500, 500),
+            RULE,
+            "an object of the engine did not accept the new KV cache size: frozen",
+        ),
     ],
     ids=str,
 )
@@ -311,7 +321,7 @@ def test_a_rank_that_is_silent_after_growth_restores_the_engines_size(monkeypatc
     ranks.measure(500, 500)
     assert ranks.tokens() == (RULE,) * 3
     assert len(ranks.serving) == 2
-    assert "not every rank has reported its need" in caplog.text
+    assert "not every rank has reported its measured memory" in caplog.text
 
 
 def test_a_size_that_no_fraction_gives_is_used_and_logged_without_a_fraction(monkeypatch, caplog):
@@ -361,7 +371,7 @@ def test_all_ranks_get_the_request_limit_of_rank_0(monkeypatch):
     assert (ranks.tokens(), limited) == ((1500,) * 3, [(0, 512, 256), (1, 512, 256)])
 
 
-AGAIN = "rehearses again with 256 requests at once: with more, too little memory was left"
+AGAIN = "rehearses again with at most 256 requests at once: more requests left too little memory for the KV cache"
 
 
 @pytest.mark.parametrize(
@@ -432,7 +442,7 @@ def test_penalized_requests_never_make_the_kv_cache_smaller_than_the_engines_own
     ranks.measure(*spare_mb)
     assert [one.limits.limits_penalized for one in ranks.rehearsals()] == [begins_again] * 2
     if begins_again:
-        assert "rehearses again with 256 penalized ones of 2,000 requests at once" in caplog.text
+        assert "rehearses again with at most 2,000 requests at once, and 256 in a batch with penalties" in caplog.text
         ranks.measure(500, 500)
         assert ranks.tokens() == (1500,) * 3
         assert "memory for 2,000 such requests would make the KV cache smaller" in caplog.text
@@ -500,9 +510,9 @@ def test_a_rehearsed_forward_pass_that_raises_on_all_ranks_does_not_end_the_serv
 @pytest.mark.parametrize(
     ("fraction", "line"),
     [
-        (0.93, "0.8000 leaves too little KV cache to rehearse; starting with 0.9300"),
+        (0.93, "0.8000 leaves too little KV cache for the rehearsal; the rehearsal starts with 0.9300"),
         (None, ""),
-        (ZeroDivisionError("no token"), "the KV cache starts with the fraction in force: ZeroDivisionError: no token"),
+        (ZeroDivisionError("no token"), "so the KV cache starts with the value in force: ZeroDivisionError: no token"),
     ],
 )
 def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_logged(
@@ -530,8 +540,8 @@ def test_a_fraction_that_leaves_less_than_two_chunks_is_raised_and_logged(
     assert (used, maker.mem_fraction_static) == (0.93 if is_raised else 0.8, 0.8)
     assert reserved == [pytest.approx(0.13 if is_raised else 0)]
     assert line in caplog.text
-    source = "the given --mem-fraction-static" if is_given else "the engine's default fraction"
-    assert (source in caplog.text) == is_raised
+    source = "given" if is_given else "engine's default"
+    assert (f"the {source} --mem-fraction-static" in caplog.text) == is_raised
 
 
 def test_an_estimated_need_counts_until_the_phase_has_run(monkeypatch):

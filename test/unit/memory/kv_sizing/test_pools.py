@@ -294,11 +294,15 @@ def pool_and_table_of_equal_length():
             {"req_to_token": None},
             "(ReqToTokenPool) has about as many rows",
         ),
-        (lambda: make_pool("MHATokenToKVPool"), {}, "makes its buffers in a way that is not known"),
+        (
+            lambda: make_pool("MHATokenToKVPool"),
+            {},
+            "does not know how this release's MHATokenToKVPool makes its buffers",
+        ),
         (
             lambda: make_pool("MHATokenToKVPool", k=zeros(ROWS, 8), x=zeros(3, 9142, 9)),
             {},
-            "a tensor of 3x9142x9 in a MHA",
+            "does not know the 3x9142x9 tensor in a MHA",
         ),
     ],
 )

@@ -269,7 +269,10 @@ def test_a_failing_gpu_driver_ends_the_rehearsal_but_not_the_server(
 
 def test_a_store_without_an_answer_and_an_unflushed_cache_fail_the_rehearsal(scheduler):
     assert rehearse(scheduler(), low=divide_by_zero).failure == "ZeroDivisionError: division by zero"
-    assert rehearse(scheduler(flushes=False)).failure == "requests were left"
+    assert (
+        rehearse(scheduler(flushes=False)).failure
+        == "SGLang did not flush its prefix cache, because requests were left"
+    )
 
 
 FULL, EMPTY = SimpleNamespace(is_empty=lambda: False), SimpleNamespace(is_empty=lambda: True)
@@ -375,8 +378,12 @@ def test_ranks_of_data_parallel_attention_receive_the_requests_of_rank_0_alone(s
     ("chunk", "tokens", "refused"),
     [
         (64, 67, ""),
-        (64, 66, "sliding windows of 66 tokens have no room for 64 more"),
-        (None, 200, "sliding windows of 200 tokens have no room for 300 more"),
+        (64, 66, "the KV cache of sliding-window layers has 66 tokens, too few for a window or a prefill of 64 tokens"),
+        (
+            None,
+            200,
+            "the KV cache of sliding-window layers has 200 tokens, too few for a window or a prefill of 300 tokens",
+        ),
     ],
 )
 def test_sliding_windows_smaller_than_a_prefill_are_not_rehearsed(chunk, tokens, refused, scheduler):
