@@ -127,7 +127,7 @@ TABLE: dict[str, dict[str, list[tuple[str, ...]]]] = {
     OURS + "changes/fp4_weights/__init__.py": {
         "test_unread_scales_take_no_memory_and_the_answer_is_the_same": [
             (
-                "result = original(self, layer, *args, **kwargs)\n    with best_effort(\"a layer's",
+                "result = original(self, layer, *args, **kwargs)\n    with best_effort(\"freeing a layer's",
                 'free_unread_scales(layer)\n    result = original(self, layer)\n    with best_effort("x',
             )
         ],
