@@ -250,7 +250,7 @@ def load_definition(owner: ModuleType, name: str) -> FunctionType:
     code = get_code(owner.__name__) if get_code else None
     inner = code.co_consts if isinstance(code, CodeType) else ()
     codes = [constant for constant in inner if isinstance(constant, CodeType) and constant.co_name == name]
-    require(len(codes) == 1, f"the source of {owner.__name__} has no {name}, or several")
+    require(len(codes) == 1, f"the source of {owner.__name__} does not define {name} exactly once")
     return FunctionType(codes[0], vars(owner), name)
 
 

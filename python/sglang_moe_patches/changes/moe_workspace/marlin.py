@@ -431,9 +431,12 @@ def plan() -> Plan:
     joint_sizes = [size for size in sizes if size.endswith(",)")]
     require(
         len(joint_sizes) == 1 and all("max(" in size and size.endswith("K),)") for size in joint_sizes),
-        f"{NAME} allocates {', '.join(sizes)}",
+        f"{NAME} allocates tensors of unexpected sizes: {', '.join(sizes)}",
     )
     outputs = [ast.unparse(call.args[1]) for call in engine.find_calls(function, GEMM)]
-    require(outputs == [_FIRST, _SECOND], f"{NAME} lets {GEMM} write into {', '.join(outputs)}")
+    require(
+        outputs == [_FIRST, _SECOND],
+        f"{NAME} lets {GEMM} write into {', '.join(outputs)}; expected {_FIRST}, {_SECOND}",
+    )
     runners.probe_symmetric_memory()
     return Plan.applied(functools.partial(install, module=module, function=function))

@@ -288,12 +288,18 @@ def plan() -> Plan:
     require(engine.has_module("triton"), "Triton is not installed")
     gemm = engine.require_unpatched(module, INVOKE)
     kernels = engine.import_module(gemm.__module__)
-    require(engine.require_unpatched(kernels, INVOKE) is gemm, f"{INVOKE} is not what {gemm.__module__} has")
+    require(
+        engine.require_unpatched(kernels, INVOKE) is gemm,
+        f"{module.__name__} has another {INVOKE} than {gemm.__module__}",
+    )
     engine.require_parameters(gemm, deferred_tensor.GEMM_PARAMETERS)
     config = deferred_tensor.CONFIG
     require(engine.list_parameters(gemm)[config] == "config", f"parameter {config} of {INVOKE} is not its config")
     quantizers = {name for name in gemm.__code__.co_names if "quant" in name}
-    require(quantizers <= _QUANTIZERS, f"{INVOKE} quantizes by {', '.join(sorted(quantizers - _QUANTIZERS))}")
+    require(
+        quantizers <= _QUANTIZERS,
+        f"{INVOKE} quantizes with unknown functions: {', '.join(sorted(quantizers - _QUANTIZERS))}",
+    )
     _require_globals(gemm, *quantizers)
 
     summing = fused_moe if SUM in fused_moe.__code__.co_names else engine.require_unpatched(module, COMBINE)
@@ -312,7 +318,7 @@ def plan() -> Plan:
         "(total_tokens, N // 2)" in allocated
         and allocated.count("(num_tokens, topk, w2.shape[1])") == 2
         and len(set(three_dimensional)) == 1,
-        f"{FUSED_MOE} allocates {', '.join(allocated)}",
+        f"{FUSED_MOE} allocates tensors of unexpected sizes: {', '.join(allocated)}",
     )
     runners.probe_symmetric_memory()
     return Plan.applied(functools.partial(install, module=module, kernels=kernels))

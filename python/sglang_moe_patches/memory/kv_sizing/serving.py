@@ -98,9 +98,12 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     TOKENS: ("Tokens of the KV cache.", ()),
     BY_RULE: ("Tokens of the KV cache by the engine's own rule.", ()),
     NEED: ("Bytes of forward passes and graphs in addition to weights and KV cache, on the rank that needs most.", ()),
-    LOWEST_FREE: ("Lowest free memory of a rank's GPU since the server serves, in bytes.", ()),
+    LOWEST_FREE: ("Lowest free memory of a rank's GPU since the server began to serve, in bytes.", ()),
     GIVEN_BACK: ("Bytes of KV cache memory that were freed while serving.", ()),
-    STATE: ("1 for the state of the KV cache, with the reason if it was not measured.", ("state", "reason")),
+    STATE: (
+        "Always 1. The label state is grown, shrunk or rule; the label reason says why the size is not measured.",
+        ("state", "reason"),
+    ),
 }
 """Help text and labels of each metric. The key is the metric's name. The labels ``gpu`` and ``rank`` are left out."""
 
