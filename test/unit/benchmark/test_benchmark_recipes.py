@@ -30,9 +30,9 @@ def test_the_paragraph_on_hopper_counts_the_recipes_that_save_memory_or_grow():
     ]
     results = [{"figures": {"recipes": list(answers)}} for answers in zip(*rows, strict=True)]
     text = recipes.on_hopper(results)
-    assert "examined 4 [published recipes](docs/commands/models.md). In 3 recipes no change acts inside" in text
-    assert "For 3 recipes `doctor` predicts the peak memory" in text
-    assert "With 2 of these recipes, patched servers save at most 5 % of this peak." in text
+    assert "examined 4 [published recipes](docs/commands/models.md). In 3 of them no change acts inside" in text
+    assert "`doctor` can predict the peak memory of a forward pass for 3 of the 4." in text
+    assert "For 2 of these 3 the patched server saves at most 5 %." in text
     assert (
         "with `SGLANG_MOE_PATCHES_KV_SIZING=auto` in 2 of these 4 recipes. 1 more set `--mem-fraction-static`" in text
     )
