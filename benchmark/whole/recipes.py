@@ -138,8 +138,8 @@ def on_hopper(results: list[output.Result]) -> str:
         f"- **On Hopper, gains inside MoE layers are mostly small.** `doctor` examined {len(found)} [published recipes]"
         f"(docs/commands/models.md). In {idle} of them no change acts inside MoE layers. `doctor` can predict the peak "
         f"memory of a forward pass for {len(predicted)} of the {len(found)}. For {little} of these {len(predicted)} "
-        f"the patched server saves at most {100 * SMALL_SAVING:.0f} %. In {packed} recipes *fp4-weights* makes the "
-        "weights smaller.\n"
+        f"the patched server saves at most {100 * SMALL_SAVING:.0f} % of it. In {packed} recipes *fp4-weights* makes "
+        "the weights smaller.\n"
         "- **The KV cache** can grow with `SGLANG_MOE_PATCHES_KV_SIZING=auto` in "
         f"{sized} of these {len(found)} recipes. {left_alone} more set `--mem-fraction-static`, so they need `always`."
     )

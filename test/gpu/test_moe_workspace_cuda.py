@@ -244,8 +244,8 @@ def replace_slow_kernels(monkeypatch, request):
 
 @pytest.fixture
 def slice_counts(monkeypatch):
-    """List with one entry for each call of the fused-MoE function whose output tensor may be cut: the number of column
-    slices."""
+    """List of numbers. Each time the change chooses the column slices of an output tensor, their number is
+    appended."""
     counts = []
     slices = deferred_tensor.choose_column_slices
 

@@ -115,8 +115,9 @@ def test_quantize_allocates_only_its_result():
 def assert_close(got, expected):
     """Check that two results are equal except for rounding.
 
-    Sums in float32 differ slightly. Sometimes an intermediate value is rounded to a neighbouring NVFP4 code. This
-    changes one of many terms of an element by at most a fifth, so few elements change, and only a little.
+    Sums in float32 differ slightly. In rare cases, an intermediate value is rounded to a neighbouring NVFP4 code, and
+    then differs by at most a fifth. This value is one of many terms of an output element, so the element changes only a
+    little.
     """
     got, expected = got.double(), expected.double()
     size = expected.square().mean().sqrt()

@@ -65,8 +65,8 @@ class Case:
     ranks: int = 1
     """Number of ranks that record their forward passes."""
     scattered: bool = False
-    """Whether the experts receive other tokens than the decoder layer, or only a part of the layer's tokens at a
-    time."""
+    """Whether the experts of a rank also receive tokens of other ranks, as with data-parallel attention. The test then
+    does not check the use of the dead input."""
     draft: bool = False
     """Whether the server has EAGLE-3's draft model, which reads hidden states of the model's layers."""
     staged: bool = False

@@ -236,7 +236,7 @@ NOWHERE, ASKED = "http://127.0.0.1:9", ["regress", "--data-path", "DATA", "--num
         (["doctor", "--model", "a/b", "--gpus=h100"], ["did you mean --gpu?"]),
         (["doctor", "--model", ""], ["--model is empty"]),
         (["doctor", "--model", "a/b.gguf"], ["GGUF file", "config.json"]),
-        (["doctor", "--model", QWEN, "--gpu", "h1000"], ["did you mean h100?", "NAME:96GB"]),
+        (["doctor", "--model", QWEN, "--gpu", "h1000"], ["did you mean h100?", "h100:96GB"]),
         (["doctor", "--model", QWEN, "--gpu", "h100:0.1GB"], ["no GPU has 0.1 GB of memory"]),
         (["doctor", "--model", QWEN, "--", "--help"], ["--help is an option of the engine", "sglang.launch_server"]),
         (["regress"], ["-url"]),

@@ -46,7 +46,8 @@ def probe() -> tuple[ModuleType, FunctionType]:
 
 
 def add_route(patcher: Patcher, route: Route, *, first: bool = False) -> None:
-    """Add a route to the wrapper. If the engine's fused-MoE function is not wrapped yet, wrap it first.
+    """Add a route (:data:`Route`, a function that may replace some calls) to the wrapper of the engine's fused-MoE
+    function. If that function is not wrapped yet, wrap it first.
 
     :param first: whether to ask this route before the routes that were added earlier.
     """

@@ -304,7 +304,7 @@ NEWER = {
     "apply: flag = None\n    (flag := other())\n    if flag: use(layer.{0}, layer.{1})": "reads all of its scales",
     "apply: use(getattr(layer, '{0}'), getattr(layer, '{1}', None))": "reads all of its scales",
     "apply: helper(layer)": "reads all of its scales",
-    "apply: self.kept = layer": "may keep its layer",
+    "apply: self.kept = layer": "may store a reference to its layer",
     "apply: layer.named_parameters()": "uses its layer's method or property named_parameters",
     "apply: layer._parameters['{0}']": "reads its layer's _parameters",
     "apply: getattr(layer, name())": "by computed names",
@@ -318,8 +318,8 @@ NEWER = {
     "closure: keeps a reference to its layer": "keeps a reference to its layer",
     "bound method of the layer: keeps a reference to its layer": "keeps a reference to its layer",
     "list of partials: keeps a reference to its layer": "keeps a reference to its layer",
-    f"apply of the instance: {READS}": "apply of a Newer is set on the instance",
-    f"forward of the layer's instance: {READS}": "forward of a Newer is set on the instance",
+    f"apply of the instance: {READS}": "an instance of Newer replaces its class's apply",
+    f"forward of the layer's instance: {READS}": "an instance of Newer replaces its class's forward",
 }
 
 

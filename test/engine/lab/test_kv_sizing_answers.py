@@ -136,10 +136,10 @@ TESTED_ELSEWHERE = {
     "`--use-ray`": "a unit test has the flag, and Ray is not installed with the engine",
     "several machines": "another machine's arguments are known only when it answers",
     "a KV cache of another kind": "its pools have no reference kernels",
-    "graphs of the vision model": "a unit test computes the allowance",
+    "CUDA graphs of the vision model": "a unit test computes the allowance",
     "a GPU that shares": "the CPU has no such properties",
     "`--max-total-tokens` allows": "the engine test of the user's limits starts one",
-    "a phase was not reached": "the engine tests of rehearsals that fail start them",
+    "a [kind of forward pass](#what-is-rehearsed) was not": "the engine tests of rehearsals that fail start them",
     "`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`": "the engine decides by the GPU whether it sizes",
 }
 """Rows in the tables of kv-sizing's page for which this file starts no server. A key is the beginning of a row. Its

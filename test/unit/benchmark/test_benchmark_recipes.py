@@ -32,7 +32,7 @@ def test_the_paragraph_on_hopper_counts_the_recipes_that_save_memory_or_grow():
     text = recipes.on_hopper(results)
     assert "examined 4 [published recipes](docs/commands/models.md). In 3 of them no change acts inside" in text
     assert "`doctor` can predict the peak memory of a forward pass for 3 of the 4." in text
-    assert "For 2 of these 3 the patched server saves at most 5 %." in text
+    assert "For 2 of these 3 the patched server saves at most 5 % of it." in text
     assert (
         "with `SGLANG_MOE_PATCHES_KV_SIZING=auto` in 2 of these 4 recipes. 1 more set `--mem-fraction-static`" in text
     )

@@ -487,8 +487,8 @@ BLOCKS = {"weights_scale": torch.ones(4, 3), "kwargs": {"block_shape": [128, 128
     ],
 )
 def test_an_uncut_tensor_is_computed_from_the_original_operands(run_narrow_slices, operands, output):
-    """If an operand or the output has an unexpected shape or dtype, the tensor is not cut. The GEMM then receives the
-    original operands."""
+    """If an operand or the layer's output has an unexpected shape or dtype, the expert outputs are not cut. The GEMM
+    then receives the original operands."""
     operands = operands | {"kwargs": make_deferred().gemm.kwargs | operands.get("kwargs", {})}
     deferred = make_deferred(**operands)
     captured = deferred.gemm

@@ -183,10 +183,9 @@ def _count_extra_bytes(layout: Layout | None, name: str, parameter: Any) -> int:
     """Return the number of bytes to allocate in addition to a parameter, because the parameter grows when it is laid
     out.
 
-    The memory of loaded weights must have room for the laid-out weights, which are written over the loaded weights. The
-    memory of loaded scales must have room for the laid-out scales. Laid-out scales are first written to new memory,
-    because the loaded scales are still in use. When the loaded scales are freed, the laid-out scales move into the
-    freed memory.
+    Laid-out weights are written over the loaded weights, so the memory of the loaded weights needs room for them.
+    Laid-out scales are written to new memory, and later move into the memory of the loaded scales. So this memory needs
+    room, too.
 
     :param layout: layout of the weights and scales to which the parameter belongs, or ``None`` for a parameter that is
         not laid out, such as a bias.

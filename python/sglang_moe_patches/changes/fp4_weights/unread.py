@@ -68,7 +68,7 @@ def find_unread_scales(layer: Any) -> UnreadScales:
         for owner in (method, layer):
             kind: Any = type(owner)
             replaced = sorted(_read_attributes(owner).keys() & _find_functions(kind).keys())
-            engine.require(not replaced, f"{', '.join(replaced)} of a {kind.__name__} is set on the instance")
+            engine.require(not replaced, f"an instance of {kind.__name__} replaces its class's {', '.join(replaced)}")
         read = find_attributes_read(method, layer)
     except engine.Unsupported as error:
         return UnreadScales({}, str(error))
@@ -381,7 +381,7 @@ class _Reader:
                     harmless |= self._follow_call(node)
         for node in ast.walk(tree):
             may_keep_layer = isinstance(node, ast.Name) and node.id == self.subject and node not in harmless
-            engine.require(not may_keep_layer, f"{self._get_name()} may keep its layer")
+            engine.require(not may_keep_layer, f"{self._get_name()} may store a reference to its layer")
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 self.known[node.id] = _UNKNOWN
 
@@ -405,7 +405,7 @@ class _Reader:
             case ast.Name(id=name):
                 function, receiver = self._look_up(name), {}
             case _:
-                raise engine.Unsupported(f"{self._get_name()} may keep its layer")
+                raise engine.Unsupported(f"{self._get_name()} may store a reference to its layer")
         engine.require(
             isinstance(function, FunctionType),
             f"{self._get_name()} passes its layer to {name}, whose code cannot be checked for the scales that it reads",

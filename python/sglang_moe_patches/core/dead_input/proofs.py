@@ -96,9 +96,9 @@ def input_dies(forward: Code) -> bool:
 
     This statement must assign the result of a norm (:data:`_NORMS_BEFORE_ATTENTION`) to the name ``hidden_states``.
 
-    In some releases ``forward`` first assigns the input to a second name, under which the engine offers the input. This
-    package disables the engine's offer. ``forward`` must not use the second name for anything but this offer
-    (:func:`_is_only_offered`).
+    In some releases ``forward`` first assigns the input to a second name, and passes this name to the engine's own
+    offer, which this package disables. The second name must have no further use, except a type check or a use of its
+    shape (:func:`_is_only_offered`).
     """
     definition = _parse_definition(forward)
     consumer, second_alias = _find_consumer(definition)
@@ -295,7 +295,10 @@ class _AliasTracker:
 
 
 def _find_places(call: ast.Call, aliases: set[str]) -> set[Place]:
-    """Return the places at which a call receives an alias: positions, keywords, ``*`` and ``**``."""
+    """Return the places at which a call receives one of ``aliases``, the names that may refer to attention's input.
+
+    A place is the position of an argument, its keyword, ``*`` or ``**``.
+    """
     places: set[Place] = {
         "*" if isinstance(argument, ast.Starred) else index
         for index, argument in enumerate(call.args)

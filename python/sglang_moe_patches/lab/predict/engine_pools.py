@@ -85,8 +85,8 @@ class Fit:
 
     @property
     def starts(self) -> bool:
-        """Whether the model loads, and the fraction is large enough for the weights and a KV cache. The fraction is
-        ``begins_with`` if kv-sizing sets it, else ``--mem-fraction-static``."""
+        """Whether the server starts: the model must load, and ``fraction`` must be large enough for the weights and a
+        KV cache. If kv-sizing begins with a larger fraction (``begins_with``), that fraction is large enough."""
         has_cache = not (self.refusal or self.memory * self.fraction <= self.loaded)
         return self.loads and (self.begins_with is not None or has_cache)
 

@@ -100,7 +100,7 @@ def find_gpu(text: str) -> Gpu:
         near = difflib.get_close_matches(kind, GPUS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
-            f"--gpu {text} is unknown{hint}; known GPUs: {', '.join(GPUS)}; NAME:96GB is a GPU with 96 GB of memory"
+            f"--gpu {text} is unknown{hint}; known GPUs: {', '.join(GPUS)}; append another memory size as in h100:96GB"
         )
     if match["size"] is None:
         return GPUS[kind]

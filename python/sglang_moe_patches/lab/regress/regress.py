@@ -97,7 +97,7 @@ def default_questions(data_path: Path | None, criterion: Criterion) -> int:
     raise CannotRun(
         f"--max-drop {criterion.max_drop:g} at --alpha {criterion.alpha:g} needs {needed:,} questions, but only "
         f"{available:,} are available; allow a larger --max-drop, or ask all (--num-questions {available}) and risk an "
-        "inconclusive result (assumed: the servers are equally good, and exactly one of them is right on "
+        "inconclusive result (the number assumes equally good servers, of which only one is right on "
         f"{100 * bound.CHURN:g} % of the questions)"
     )
 

@@ -485,7 +485,7 @@ class Phase:
 
     :param kind: kind of the forward pass.
     :param name: name for the log.
-    :param bound: least sizes of the forward pass.
+    :param bound: sizes that the largest forward pass must at least have.
     :param prompts: prompts of one data-parallel rank.
     :param new_tokens: tokens that each request generates.
     :param background: number of further requests, which decode during the phase.
@@ -494,10 +494,10 @@ class Phase:
         a batch meets the bound.
     :param sampling: the engine's sampling parameters of every request.
     :param output_logprobs: whether every request asks for the log-probabilities of its generated tokens.
-    :param growth: factor by which a prompt may take longer than the slowest earlier prompt. Only prompts of phases with
-        such a factor count as earlier prompts. If the remaining time is shorter than the prompt may take, the prompt is
-        not sent, and the rehearsal ends early. For example, with a factor of 4 and a slowest earlier prompt of 10 s,
-        the next prompt is sent only if 40 s are left. With 0, the time is not checked.
+    :param growth: number of times that a prompt may take the time of the slowest earlier prompt (of the phases with
+        such a number). If less time is left, the prompt is not sent, and the rehearsal ends early. For example, with 4
+        and a slowest earlier prompt of 10 s, the next prompt is sent only if 40 s are left. With 0, the time is not
+        checked.
     :param estimate: estimate of the phase's memory; ``None`` if the phase always runs.
     """
 

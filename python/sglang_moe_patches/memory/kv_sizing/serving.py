@@ -502,7 +502,8 @@ class _Tail:
         return int(self.held.sum()) < before
 
     def _withdraw_from(self, pages: Any, most: float) -> Any:
-        """Remove at most ``most`` pages of the tail from a list of free pages, and return the rest of the list."""
+        """Withdraw free pages that lie in the tail of the KV cache, at most ``most`` of them: remove them from the list
+        ``pages`` of free pages. Return the rest of the list."""
         in_tail = pages > self.kept
         in_tail &= in_tail.cumsum(0) <= most
         withdrawn = pages[in_tail]
@@ -574,7 +575,8 @@ class Retirement:
         return self._counts(_Tail.count_usable)
 
     def mapped_counts(self) -> TokenCounts:
-        """Return the token counts up to the last held slot. The memory of all later slots can be unmapped."""
+        """Return, for each kind of layers, the number of tokens that need memory: all tokens up to the last slot that
+        is not withdrawn yet. The memory of all later slots can be unmapped."""
         return self._counts(_Tail.count_mapped)
 
     def _counts(self, count: Callable[[_Tail], int]) -> TokenCounts:

@@ -297,8 +297,8 @@ class ServerStart:
                 log.format_line(
                     "kv-sizing",
                     "a rehearsed forward pass failed on this rank, and the other ranks cannot be asked whether it "
-                    "failed there, too, so this rank ends. To start without a rehearsal, set "
-                    "SGLANG_MOE_PATCHES_KV_SIZING=off: %s",
+                    "failed there, too (%s), so this rank ends. To start without a rehearsal, set "
+                    "SGLANG_MOE_PATCHES_KV_SIZING=off",
                 ),
                 error,
             )
