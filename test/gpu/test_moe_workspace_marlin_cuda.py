@@ -481,7 +481,7 @@ def test_a_function_of_another_plugin_is_left_alone(module, monkeypatch, owner, 
             "uses intermediate_cache3 in an unexpected way",
         ),
         ("intermediate_cache3.view(-1, K)", "intermediate_cache3.t()", "uses intermediate_cache3 in an unexpected way"),
-        ("    scalar_type1 =", "    torch = None\n    scalar_type1 =", "does not use torch only as a global"),
+        ("    scalar_type1 =", "    torch = None\n    scalar_type1 =", "uses torch for something else"),
         (
             "intermediate_cache2 = torch.empty",
             "intermediate_cache2 = torch.empty((M,), device=hidden_states.device)\n    "

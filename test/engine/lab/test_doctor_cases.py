@@ -149,7 +149,7 @@ def runs_out_in(*places: str) -> Callable[[Report], None]:
     return check
 
 
-def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report], None]:
+def has_a_range(least: float, above: float, below: float) -> Callable[[Report], None]:
     """Return a function that checks the values of ``--mem-fraction-static`` that doctor advises: a smallest and a
     largest value for the stock server, and the same for the patched server.
 
@@ -157,15 +157,15 @@ def has_a_range(least: float, lowest: float, highest: float) -> Callable[[Report
     forward passes and CUDA graphs, and the margin.
 
     :param least: expected smallest value, for both servers.
-    :param lowest: the largest value of each server must be above this number.
-    :param highest: the largest value of each server must be below this number.
+    :param above: number above which the largest value of each server must lie.
+    :param below: number below which the largest value of each server must lie.
     """
 
     def check(report: Report) -> None:
         for found in report["room"].values():
             assert found["verdict"] == room.STARTS
             assert found["least_fraction"] == least
-            assert lowest < found["highest_fraction"] < highest
+            assert above < found["highest_fraction"] < below
 
     return check
 

@@ -203,7 +203,8 @@ class KTEPWrapperMethod(UnknownMethod):
 
 
 class Fp8MoEMethod(UnknownMethod):
-    """Class named like the engine's FP8 method. Without a runner, this method may call CUTLASS directly."""
+    """Stand-in with the name of the engine's FP8 quantization method. If the engine's method has no runner, it may call
+    CUTLASS directly."""
 
 
 def experts(method, trtllm=False, **more):

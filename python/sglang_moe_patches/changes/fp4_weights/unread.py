@@ -226,7 +226,9 @@ class _Reader:
         return self.attributes
 
     def _follow_statements(self, statements: list[ast.stmt]) -> bool:
-        """Record the attributes that the statements read. Return whether the statements always end the function."""
+        """Record the attributes of the layer that the statements read. Return whether every path through the statements
+        ends in ``return`` or ``raise``.
+        """
         for statement in statements:
             match statement:
                 case ast.If(test=test, body=body, orelse=orelse):
@@ -389,10 +391,11 @@ class _Reader:
         return str(self.function.__qualname__)
 
     def _follow_call(self, call: ast.Call) -> set[ast.AST]:
-        """If ``call`` passes the layer to a function, record the attributes that this function may read, too.
+        """If ``call`` passes the layer to a function, also record the attributes of the layer that this function may
+        read.
 
-        :returns: syntax nodes of the arguments with which ``call`` passes the layer. These uses of the layer are
-            harmless, because the called function has been followed. All other uses may keep a reference to the layer.
+        :returns: the arguments of ``call`` that are the layer, as syntax nodes. These uses of the layer store no
+            reference to it, because the called function has been checked. The caller rejects all other uses.
         """
         positions = [place for place, value in enumerate(call.args) if self._is_subject(value)]
         keywords = [word.arg for word in call.keywords if word.arg and self._is_subject(word.value)]

@@ -93,9 +93,10 @@ def _decide_triton(experts: Any, built: BuiltModel, *, offered: bool) -> Decisio
 
 
 def _decide_marlin(experts: Any, built: BuiltModel, *, offered: bool) -> Decision:
-    """Return what the functions of :mod:`.marlin` do in a layer on the Marlin runner.
+    """Return whether a layer on the Marlin runner computes in column slices, and how it uses its dead input.
 
-    The engine has not packed the weights yet, so ``meta`` tensors with the packed shapes replace the weights.
+    The functions of :mod:`.marlin` decide this, as in a forward pass. They receive ``meta`` tensors with the packed
+    shapes, because the engine has not packed the weights yet.
 
     :param experts: a ``FusedMoE`` layer of the model.
     :param built: the model, with the number of tokens in its largest chunk.

@@ -124,8 +124,8 @@ class QuantizedOnce:
         self._activations, self._result, self.dtype = activations, None, activations.dtype
 
     def quantize(self, quantize: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Quantize the activations in the first call, and raise ``_QuantizationDone``. In later calls, return the
-        quantized activations.
+        """In the first call, quantize the activations and keep the result. Then raise ``_QuantizationDone``, to end the
+        engine's GEMM early. In later calls, return the kept result.
         """
         if self._result is None:
             self._result = quantize(self._activations, *args, **kwargs)

@@ -422,7 +422,9 @@ def plan() -> Plan:
     engine.require_parameters(gemm, _GEMM_PARAMETERS)
     engine.get(module, SUM)
     for name in ("torch", GEMM, SUM):
-        require(engine.is_only_a_global(function, name), f"{NAME} does not use {name} only as a global of its module")
+        require(
+            engine.is_only_a_global(function, name), f"{NAME} uses {name} for something else than its module's global"
+        )
     for name, expected in _EXPECTED_USES.items():
         uses = {use for use in engine.find_uses(function, name) if not use.startswith(f"{GEMM}(")}
         require(uses <= expected, f"{NAME} uses {name} in an unexpected way: {', '.join(sorted(uses - expected))}")

@@ -48,9 +48,11 @@ def may_read_concurrently(modules: Iterable[Any], experts: Any) -> bool:
 
 
 def probe(check_model: Callable[[Any], None] = lambda model: None) -> Install:
-    """Return an installer that inspects each model after it is loaded and sets :data:`has_concurrent_reader`.
+    """Return an installer that wraps the engine's loading of models. After each load, the wrapper inspects the model.
+    If the model may read the input of its routed experts on another CUDA stream, it sets :data:`has_concurrent_reader`
+    to True.
 
-    If the engine's loading code is unknown, or the inspection fails, :data:`has_concurrent_reader` becomes True.
+    If the engine's loading code is unknown, or the inspection fails, :data:`has_concurrent_reader` becomes True, too.
 
     :param check_model: function that is called with each loaded model, before the model is inspected.
     """

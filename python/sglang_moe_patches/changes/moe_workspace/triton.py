@@ -274,7 +274,7 @@ def _require_globals(function: Any, *names: str) -> None:
     for name in names:
         require(
             name in function.__code__.co_names and engine.is_only_a_global(function, name),
-            f"{function.__name__} does not use {name} only as a global of its module",
+            f"{function.__name__} uses {name} for something else than its module's global",
         )
 
 

@@ -53,11 +53,12 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class Offers:
-    """Installer of this package's offers of dead inputs. :func:`probe_offers` returns it.
+    """Object whose :meth:`install` makes decoder layers offer their dead inputs. :func:`probe_offers` returns it.
 
     :param note: reason why the layers of DeepSeek's family cannot offer their input, for ``doctor``. It is empty if
         they can. The layers of other families are probed only when a model is built.
-    :param channel: the engine's own channel for offers, or ``None`` if the engine has none.
+    :param channel: the engine's own mechanism that hands an offered buffer from a layer to a runner, or ``None`` if the
+        engine has none.
     """
 
     note: str
@@ -375,11 +376,11 @@ def require_loop(model: type) -> None:
 
 
 def _has_plain_sum(layer: Any) -> bool:
-    """Return whether the engine only adds a decoder layer's input to the residual, and attention reads the sum only
-    through a norm.
+    """Return whether the engine uses a decoder layer's input in a single way: it adds the input to the residual, and
+    gives the normalized sum to attention.
 
-    - In releases where the batch keeps the residual, this function checks only the norm. The addition is checked in
-      each forward pass (:func:`.offer.find_stream_residual`).
+    - In releases that keep the residual in the ``ForwardBatch``, this function checks only the norm. The addition is
+      checked in each forward pass (:func:`.offer.find_stream_residual`).
     - In other releases, the engine's method ``LayerCommunicator.prepare_attn`` adds and normalizes. The result is true
       if the layer's communicator does not override this method.
 

@@ -112,7 +112,8 @@ def probe_trtllm() -> Install:
         f"{TRTLLM_RUNNER} allocates {len(allocations)} tensors; expected one, by torch.empty(..., dtype=, device=)",
     )
     engine.require(
-        engine.is_only_a_global(function, "torch"), f"{TRTLLM_RUNNER} does not use torch only as a global of its module"
+        engine.is_only_a_global(function, "torch"),
+        f"{TRTLLM_RUNNER} uses torch for something else than its module's global",
     )
     experts = runners.probe_inplace(fused_moe)
     is_compiling = torch.compiler.is_compiling
@@ -170,7 +171,7 @@ def probe_triton() -> Install:
         f"{name} allocates {', '.join(outputs) or 'no output'}; expected torch.empty_like(hidden_states)",
     )
     engine.require(
-        engine.is_only_a_global(function, "torch"), f"{name} does not use torch only as a global of its module"
+        engine.is_only_a_global(function, "torch"), f"{name} uses torch for something else than its module's global"
     )
 
     def install(patcher: Patcher) -> None:

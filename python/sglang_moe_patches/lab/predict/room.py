@@ -114,7 +114,8 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes of the whole need. Only the largest forward pass counts."""
+        """Bytes of the whole need: CUDA graphs and buffers, the largest forward pass of any kind, and the bytes that
+        the allocator keeps."""
         return self.graphs + max(self.forwards.values()) + self.held
 
 

@@ -88,7 +88,8 @@ class LoadDriver:
         self._phase: Phase | None = None
         self._is_reached = self._is_decoding = self._is_planted = False
         """Facts about the phase that runs. ``_is_reached``: a forward pass had the phase's sizes; ``_is_decoding``: the
-        phase's background requests decode; ``_is_planted``: the cache has the phase's planted prefix."""
+        phase's background requests (:attr:`.Phase.background`) have begun to decode; ``_is_planted``: the phase's
+        prefix was put into the radix cache without computing it."""
         self._is_idle = self._is_stuck = self._is_ended = False
         """Facts about the scheduler and the script. ``_is_idle``: the scheduler has no request; ``_is_stuck``: it
         admits none of its waiting requests; ``_is_ended``: no further phase may begin."""

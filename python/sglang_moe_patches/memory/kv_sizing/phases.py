@@ -272,12 +272,12 @@ class Limits:
 
     @property
     def short_requests(self) -> int:
-        """Number of short requests that fit into half of the KV cache at once, if this half also keeps room for two of
-        the largest prefills.
+        """Number of requests with short prompts (:data:`SHORT_PROMPT_TOKENS`) that fit into half of the KV cache at
+        once, if this half also keeps room for two of the largest prefills. A tenth of the remaining room stays free.
 
-        The number is at least the sum of the requests in the largest captured decodes of all pipeline stages. For
-        example, with two stages and a largest captured decode of 160 requests it is at least 320. Without captured
-        decodes, each stage counts as :data:`PENALIZED_WITHOUT_GRAPHS` requests.
+        The number is at least the number of requests in the largest captured decode, times the number of pipeline
+        stages. For example, a captured decode of 160 requests and two stages give at least 320. Without captured
+        decodes, :data:`PENALIZED_WITHOUT_GRAPHS` takes the place of the captured decode.
         """
         request_tokens = SHORT_PROMPT_TOKENS + self.tokens_beside_prompt(2)
         half = min(self.cache_tokens, self.window_tokens or self.cache_tokens) // 2
@@ -797,8 +797,8 @@ def _part_lengths(longest: int, chunk: int, limits: Limits) -> list[int]:
     1,000, 2,000, 4,000, 8,000, 12,000 and so on in steps of 4,000.
 
     With sliding windows, the last part has as many tokens as one window and two pages, and up to a page more because of
-    rounding. The reason is that the cache keeps one window for each part. If the last part were shorter, these windows
-    could leave no room for a chunk after the prefix.
+    rounding. The cache keeps the window at the end of each part. If the last part were shorter, these windows could
+    together take so many slots that a chunk after the prefix has no room.
     """
     behind = limits.window + 2 * limits.page if limits.window_tokens else 0
     rising = max(0, longest - behind) // limits.page * limits.page if behind else longest

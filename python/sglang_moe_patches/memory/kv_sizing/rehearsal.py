@@ -87,8 +87,10 @@ class Measured:
     :param seconds: seconds of each phase that began, and of the whole rehearsal.
     :param missed: phases that did not reach their sizes: no forward pass was as large as intended. The key is the
         phase's name, and the value is its kind.
-    :param fewer_requests: limit of concurrent requests for which there is memory; 0 for the server's own limit.
-    :param restart_requests: limit of concurrent requests if the rehearsal starts over with fewer; 0 for no such limit.
+    :param fewer_requests: limit of concurrent requests that this rehearsal has set, because more requests would take
+        too much memory; 0 for the server's own limit.
+    :param restart_requests: limit of concurrent requests for a new rehearsal, in case the present one leaves too little
+        memory for the KV cache; 0 for no such limit (:attr:`.LoadDriver.restart_requests`).
     """
 
     lowest: int = 0
@@ -177,8 +179,8 @@ class Rehearsal:
         least = max(limits.largest_prefill_tokens, limits.window) + 2 * limits.page
         if limits.window_tokens and limits.window_tokens <= least:
             raise RuntimeError(
-                f"the KV cache of sliding-window layers has {limits.window_tokens} tokens, too few for a window or a "
-                f"prefill of {limits.largest_prefill_tokens} tokens"
+                f"the KV cache of sliding-window layers has {limits.window_tokens} tokens, too few for a window of "
+                f"{limits.window} tokens or a prefill of {limits.largest_prefill_tokens} tokens"
             )
         self._save_random_state()
         self._timeout_s, self._abandon_after_s = timeout_s(), abandon_after_s()
@@ -204,8 +206,8 @@ class Rehearsal:
                 log.logger.warning(
                     log.format_line(
                         "kv-sizing",
-                        "a setting of the scheduler was not restored after the rehearsal; restart the server, or set "
-                        "SGLANG_MOE_PATCHES_KV_SIZING=off: %s",
+                        "a setting of the scheduler was not restored after the rehearsal (%s); restart the server, "
+                        "with SGLANG_MOE_PATCHES_KV_SIZING=off if this happens again",
                     ),
                     error,
                 )

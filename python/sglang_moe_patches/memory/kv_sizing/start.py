@@ -404,9 +404,11 @@ class ServerStart:
         return 0 if is_smaller and rank_0.can_limit_penalized else None
 
     def _start_over(self, requests: int) -> str:
-        """Forget all measurements, and begin the first rehearsal again. Return the reason if this rank cannot, else "".
+        """Forget all measurements, and begin the first rehearsal again with fewer requests. Return the reason if this
+        rank cannot, else "".
 
-        :param requests: new limit of concurrent requests; 0 to limit only penalized requests.
+        :param requests: new limit of concurrent requests; 0 to keep the present limit, and to lower only the number of
+            penalized requests in a batch (:attr:`.phases.Limits.penalized`).
         """
         if self.leads:
             limits = self._limits.with_requests(requests) if requests else replace(self._limits, limits_penalized=True)
@@ -639,7 +641,9 @@ class StartRunner:
         self.run(order.values)
 
     def _publish(self, step: Exchange) -> None:
-        """Publish this rank's value, and let the scheduler read no user's request until the start resumes."""
+        """Publish this rank's value of an exchange for rank 0. Until the exchange ends and the start resumes, this
+        rank's scheduler reads no requests of users.
+        """
         poll = partial(self._poll, step, time.monotonic() + EXCHANGE_WAIT_S)
         self._orders.read_instead = poll if self._leads else list
         try:

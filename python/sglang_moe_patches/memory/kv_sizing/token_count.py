@@ -65,8 +65,9 @@ def unknown_allocator(allocator: Any) -> str:
 
 
 def parts_of(allocator: Any) -> list[tuple[str, Any]]:
-    """Return pairs of a :class:`TokenCounts` field's name and the allocator whose size is this field. An allocator for
-    sliding windows consists of two allocators, and gives two pairs. Any other allocator gives one pair, with itself."""
+    """Return the allocators of which ``allocator`` consists. Each is paired with the name of the :class:`TokenCounts`
+    field that gives its size. An allocator for sliding windows consists of two allocators (fields ``full`` and
+    ``window``). Any other allocator is its own single part (field ``tokens``)."""
     if hasattr(allocator, "full_attn_allocator"):
         return [("full", allocator.full_attn_allocator), ("window", allocator.swa_attn_allocator)]
     return [("tokens", allocator)]

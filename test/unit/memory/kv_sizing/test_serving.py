@@ -260,12 +260,13 @@ def raise_not_implemented():
 @pytest.mark.parametrize("cache", ["plain", "beside states"])
 @pytest.mark.parametrize(("computed", "evictable", "withdrawn"), [(100, 0, 498), (300, 50, 748), (100, 900, 1300)])
 def test_slots_that_a_chunked_prompt_needs_are_not_withdrawn(computed, evictable, withdrawn, cache, make_rank):
-    """The engine computes the next chunk of a prompt without checking for free slots. So an order must not withdraw
-    free slots that the rest of this prompt needs.
+    """The engine computes the next chunk of a prompt without checking for free slots. So an order to shrink the KV
+    cache must not withdraw free slots that the rest of this prompt needs.
 
     In this test, 1,300 slots are free in the tail (the part of the KV cache to be unmapped), and 100 slots before the
-    tail. For example, 100 of the prompt's 1,000 tokens are computed. The rest needs 900 slots, and two pages of one
-    slot stay free. So 802 slots of the tail are needed, and 498 are withdrawn.
+    tail. For example, 100 of the prompt's 1,000 tokens are computed. The rest needs 900 slots, and two more must stay
+    free (two pages of one slot). 100 of these 902 slots are free before the tail, so 802 slots of the tail must stay,
+    and 498 are withdrawn.
 
     :param computed: tokens of the prompt that are computed.
     :param evictable: slots of the radix cache that the engine can evict. They count as free.
