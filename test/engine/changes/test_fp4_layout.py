@@ -24,7 +24,7 @@ from sglang_moe_patches.changes.fp4_weights import in_parts, sizes
 from sglang_moe_patches.core import engine as engine_code
 from sglang_moe_patches.core.patch import Status, probe
 from sglang_moe_patches.lab.allocations import EMPTY_CACHE, Allocator, Recorder, record
-from test_fp4_unread_scales import Config, lay_out_as_on_hopper, make_kind
+from test_fp4_unread_scales import create_layer, lay_out_as_on_hopper, make_kind
 
 pytestmark = pytest.mark.every_release
 
@@ -50,14 +50,10 @@ def mxfp4(engine, monkeypatch):
 
 
 def make_layer(engine, mxfp4, experts, hidden, intermediate):
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
 
     method = lambda: mxfp4.Mxfp4MoEMethod("experts")  # noqa: E731
-    with engine.override_arguments(moe_runner_backend="triton_kernel"):
-        layer = FusedMoE(
-            experts, hidden, intermediate, 0, top_k=1, quant_config=Config(method), params_dtype=torch.bfloat16
-        )
+    layer = create_layer(engine, method, "triton_kernel", experts, hidden, intermediate)
     runs_on = MoeRunnerBackend.TRITON_KERNELS
     layer.quant_method.runner = SimpleNamespace(runner_backend=runs_on, config=layer.moe_runner_config)
     return layer
@@ -285,6 +281,16 @@ def test_a_layer_leaves_no_holes_and_takes_at_most_a_quarter_of_its_weights(engi
     assert abs(ours.holes - predicted.holes) < (20 << 20) + 3e6 * layers + weights / 17
 
 
+def replay_and_empty(events):
+    """Replay recorded events in a simulation of PyTorch's allocator, and return its unused segments to the driver.
+
+    :returns: the allocator.
+    """
+    allocator = Allocator()
+    allocator.run([*events, EMPTY_CACHE])
+    return allocator
+
+
 def test_freed_block_scales_leave_no_holes_when_layers_are_created(engine, monkeypatch):
     """After NVFP4 layers for Marlin were created with the change, holes are smaller than 1 % of the allocated memory.
 
@@ -304,8 +310,7 @@ def test_freed_block_scales_leave_no_holes_when_layers_are_created(engine, monke
     with installed(fp4_weights.CHANGE), torch.device("meta"):
         layers, events = record(create_layers, "meta")
     assert len(layers) == 6
-    allocator = Allocator()
-    allocator.run([*events, EMPTY_CACHE])
+    allocator = replay_and_empty(events)
     assert allocator.holes < 0.01 * allocator.allocated
 
 
@@ -321,8 +326,7 @@ def test_nvfp4_experts_for_trtllm_leave_no_holes(engine, monkeypatch):
     with installed(fp4_weights.CHANGE):
         layers, events = record(load_layers)
     assert len(layers) == 3
-    allocator = Allocator()
-    allocator.run([*events, EMPTY_CACHE])
+    allocator = replay_and_empty(events)
     assert allocator.holes < 0.005 * allocator.allocated
 
 

@@ -545,9 +545,8 @@ def test_a_given_fraction_is_kept_with_auto_and_sets_the_first_size_with_always(
         "SGLANG_MOE_PATCHES_KV_SIZING=always measures all the same"
     ]
     assert 0.35 < less / rule < 0.45  # kv-sizing frees 60 of 100 MB
-    advice = log_lines(shrinks)[-1]
-    assert advice.startswith("the given --mem-fraction-static leaves too little memory for the largest forward passes")
-    assert advice.endswith(f"; set --mem-fraction-static {fraction}")
+    too_little = "the given --mem-fraction-static leaves too little memory for the largest forward passes"
+    assert log_lines(shrinks)[-1] == f"{too_little}; set --mem-fraction-static {fraction}"
 
 
 @pytest.mark.ci
